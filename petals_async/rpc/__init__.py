@@ -1,0 +1,1 @@
+"""gRPC and protobuf, and nothing else of the project knows either."""

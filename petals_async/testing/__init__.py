@@ -1,0 +1,1 @@
+"""The public test kit: an in-memory swarm, fault plans, conformance checks."""
