@@ -1,0 +1,1 @@
+"""The `petals-async` command."""
