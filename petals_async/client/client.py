@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import AsyncIterator, Callable
-from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
-
-
+from typing import Self
 
 from petals_async.abc import Connector, Registry
 from petals_async.client.model_files import ModelFiles, ThreadedEdges, load_model_files, open_checkpoint
 from petals_async.client.route import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, RouteOptions
 from petals_async.client.session import Session, open_session
-from petals_async.client.swarm import Needs, Swarm, open_swarm
+from petals_async.client.swarm import Needs, open_swarm
 from petals_async.core.byte_budget import ByteBudget
 from petals_async.core.replay import DEFAULT_REPLAY_LOG_BYTES
 from petals_async.core.server_info import ServerInfo
@@ -116,7 +114,9 @@ class Client:
 
     async def _open(self, stack: AsyncExitStack) -> None:
         registry = await self._open_registry(stack)
-        executor = self._executor or await stack.enter_async_context(worker_thread("petals-async edges"))
+        executor = self._executor
+        if executor is None:
+            executor = await stack.enter_async_context(worker_thread("petals-async edges"))
         self._checkpoint = await executor.call(lambda: open_checkpoint(self._model, self._report))
         await registry.list_servers(self._checkpoint.fingerprint)
         self._swarm = await stack.enter_async_context(

@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import anyio
 from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStream
 
-from petals_async.scopes import open_tasks
 from petals_async.client.segment import Segment, Ticket
 from petals_async.core.hidden import HiddenStates
 from petals_async.core.replay import Chunk, ReplayLog
 from petals_async.core.span import Span
+from petals_async.scopes import open_tasks
 
 REPLAY_WINDOW = 4
 """Chunks of a replay that one segment works on before the oldest one's outputs are collected."""

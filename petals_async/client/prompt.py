@@ -63,8 +63,7 @@ def _encode(prompt: Any, tokenizer: Any, vocab_size: int, name: str) -> list[int
 def _from_text(text: str, tokenizer: Any) -> list[int]:
     if tokenizer is None:
         raise RequestError("the model directory has no tokenizer: give token ids instead of text")
-    if not text.isascii():
-        _check_unicode(text)
+    _check_unicode(text)
     ids: list[int] = tokenizer(text, verbose=False).input_ids
     return ids
 

@@ -14,7 +14,6 @@ import anyio
 from anyio.abc import TaskGroup
 
 from petals_async.client.link import Link, replay
-from petals_async.scopes import open_tasks
 from petals_async.client.segment import Segment, SegmentRequest
 from petals_async.client.swarm import Needs, Swarm
 from petals_async.core.byte_budget import ByteBudget
@@ -32,6 +31,7 @@ from petals_async.errors import (
     ServerDrainingError,
     ServerOverloadedError,
 )
+from petals_async.scopes import open_tasks
 
 log = logging.getLogger(__name__)
 

@@ -15,7 +15,6 @@ import anyio
 from anyio.abc import TaskStatus
 
 from petals_async.abc import BlockChannel, SessionStream
-from petals_async.scopes import open_tasks
 from petals_async.core.hidden import HiddenStates, TensorSpec
 from petals_async.core.messages import (
     SESSION_ID_BYTES,
@@ -42,6 +41,7 @@ from petals_async.errors import (
     RequestError,
     ServerUnavailableError,
 )
+from petals_async.scopes import open_tasks
 
 OPEN_TIMEOUT_S = 5.0
 """How long a server may take to answer `open`."""

@@ -15,7 +15,6 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 from petals_async.client.result import Recovery
 from petals_async.client.route import RouteOptions, Router
-from petals_async.scopes import open_tasks
 from petals_async.client.stage import Stage
 from petals_async.client.swarm import Swarm
 from petals_async.core.byte_budget import ByteBudget
@@ -23,6 +22,7 @@ from petals_async.core.hidden import HiddenStates
 from petals_async.core.server_info import ServerInfo
 from petals_async.core.span import Span
 from petals_async.errors import ClosedError, LengthExceededError, RemoteProtocolError, RequestError
+from petals_async.scopes import open_tasks
 
 PIPELINE_CHUNKS = 2
 """Chunks that wait between two stages while a long input is worked on."""
@@ -275,7 +275,7 @@ async def open_session(
         router = Router(swarm, tasks, options, log_budget)
         session = Session([], options, hidden_size)
         links = await router.obtain(router.search(span))
-        session._stages.extend(Stage(link, router, session.note_recovery) for link in links)  # noqa: SLF001
+        session._stages.extend(Stage(link, router, session.note_recovery) for link in links)
         try:
             yield session
         finally:

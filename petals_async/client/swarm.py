@@ -16,13 +16,13 @@ import anyio
 from anyio.abc import TaskGroup
 
 from petals_async.abc import BlockChannel, Connector, Registry
-from petals_async.scopes import open_tasks
 from petals_async.core.health import PeerHealth
 from petals_async.core.lease import RegistryEvent, RegistrySnapshot, ServerPut, ServerRemoved, WatchCursor
 from petals_async.core.route import Candidate, Leg, plan_route
 from petals_async.core.server_info import ServerInfo, ServerState
 from petals_async.core.span import Span
 from petals_async.errors import NoRouteError, PeerError, RegistryUnavailableError, RequestError
+from petals_async.scopes import open_tasks
 
 log = logging.getLogger(__name__)
 
@@ -237,11 +237,11 @@ async def open_swarm(
 ) -> AsyncIterator[Swarm]:
     """Follow the registry for as long as the context is open; connections are closed at its end."""
     swarm = Swarm(registry, connector, model_fingerprint, dtype)
-    async with swarm._closing, open_tasks() as tasks:  # noqa: SLF001 - its own
-        swarm._tasks = tasks  # noqa: SLF001
+    async with swarm._closing, open_tasks() as tasks:
+        swarm._tasks = tasks
         tasks.start_soon(swarm.watch)
         try:
             yield swarm
         finally:
-            swarm._tasks = None  # noqa: SLF001
+            swarm._tasks = None
             tasks.cancel_scope.cancel()

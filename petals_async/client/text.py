@@ -50,7 +50,6 @@ class Detokenizer:
         self._special = _special_ids(tokenizer)
         self._window = self._context(prompt_ids)
         self._shown = len(self._decode(self._window))  # characters of the window's text that are out
-        self._settled = 0  # tokens of the window before the last text that came out whole
         self._end = len(self._window)  # tokens of the window whose text is out as a whole
 
     def push(self, token_id: int) -> str:
@@ -62,8 +61,8 @@ class Detokenizer:
         end = max(self._shown, len(text) - self._unsettled(text))
         new, self._shown = text[self._shown : end], end
         if new and end == len(text):
-            self._settled, self._end = self._end, len(self._window)
-        if len(self._window) >= WINDOW_TOKENS:
+            self._settle()
+        elif len(self._window) >= WINDOW_TOKENS:
             self._cut(text)
         return new
 
@@ -95,13 +94,21 @@ class Detokenizer:
                 return spoken[start:]
         return []
 
+    def _settle(self) -> None:
+        """All text is out: keep the tokens of its last part as context, and drop those before when they are many."""
+        start, self._end = self._end, len(self._window)
+        if start > 0 and len(self._window) > CONTEXT_TOKENS:
+            self._window = self._window[start:]
+            self._shown = len(self._decode(self._window))
+            self._end = len(self._window)
+
     def _cut(self, text: str) -> None:
-        """Forget tokens at the front: up to a settled place, or, in a run of broken bytes, all but the last few."""
-        start = self._settled if len(self._window) - self._settled < WINDOW_TOKENS else -CONTEXT_TOKENS
-        start %= len(self._window)
-        self._window = self._window[start:]
-        self._shown = max(0, len(self._decode(self._window)) - (len(text) - self._shown))
-        self._settled, self._end = max(0, self._settled - start), max(0, self._end - start)
+        """Drop all but the last tokens of a long run of broken bytes: their characters don't reach back so far."""
+        held = len(text) - self._shown
+        dropped = len(self._window) - CONTEXT_TOKENS
+        self._window = self._window[dropped:]
+        self._shown = max(0, len(self._decode(self._window)) - held)
+        self._end = max(0, self._end - dropped)
 
 
 def _special_ids(tokenizer: Any) -> frozenset[int]:

@@ -11,7 +11,6 @@ from petals_async.models.codec import to_bytes, torch_dtype
 _SIZES = ((1, 64), (5, 192), (48, 256))
 
 
-@torch.no_grad()
 def numeric_fingerprint(dtype: str, device: str = "cpu") -> str:
     """Hash the outputs of small synthetic layers, with torch's version and thread count.
 
@@ -24,11 +23,12 @@ def numeric_fingerprint(dtype: str, device: str = "cpu") -> str:
     """
     digest = hashlib.sha256(f"{torch.__version__} {torch.get_num_threads()} {device.partition(':')[0]}".encode())
     generator = torch.Generator().manual_seed(0)
-    for rows, width in _SIZES:
-        states = torch.randn(rows, width, generator=generator).to(torch_dtype(dtype)).to(device)
-        weight = torch.randn(3 * width, width, generator=generator).to(torch_dtype(dtype)).to(device)
-        outputs = torch.nn.functional.linear(states, weight)
-        keys, values = outputs[:, :width], outputs[:, width : 2 * width]
-        mixed = torch.softmax(states @ keys.T, dim=-1) @ values
-        digest.update(to_bytes(outputs) + to_bytes(mixed))
+    with torch.no_grad():
+        for rows, width in _SIZES:
+            states = torch.randn(rows, width, generator=generator).to(torch_dtype(dtype)).to(device)
+            weight = torch.randn(3 * width, width, generator=generator).to(torch_dtype(dtype)).to(device)
+            outputs = torch.nn.functional.linear(states, weight)
+            keys, values = outputs[:, :width], outputs[:, width : 2 * width]
+            mixed = torch.softmax(states @ keys.T, dim=-1) @ values
+            digest.update(to_bytes(outputs) + to_bytes(mixed))
     return digest.hexdigest()[:16]

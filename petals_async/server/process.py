@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
@@ -94,7 +95,9 @@ class ServerProcess:
             return await self._await_ready(self._pipe)
         except EOFError:
             await self.wait()
-            raise PetalsAsyncError(f"a block server ended with exit code {self.exit_code} before it was ready") from None
+            raise PetalsAsyncError(
+                f"a block server ended with exit code {self.exit_code} before it was ready"
+            ) from None
 
     async def _await_ready(self, pipe: Connection) -> Ready:
         while True:
@@ -169,7 +172,5 @@ def _child(options: dict[str, Any], pipe: Connection) -> None:
 
 def _say(pipe: Connection, message: object) -> None:
     """Tell the parent; it may have stopped listening."""
-    try:
+    with suppress(OSError):
         pipe.send(message)
-    except OSError:
-        pass
