@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Any, Self
 
 from petals_async.abc import Connector, Registry
 from petals_async.client.model_files import ModelFiles, ThreadedEdges, load_model_files, open_checkpoint
+from petals_async.client.result import GenerationResult
 from petals_async.client.route import DEFAULT_MAX_RETRIES, DEFAULT_TIMEOUT_S, RouteOptions
 from petals_async.client.session import Session, open_session
 from petals_async.client.swarm import Needs, open_swarm
@@ -24,10 +25,21 @@ from petals_async.models.checkpoint import Checkpoint
 from petals_async.registry.address import connect_registry, parse_registry
 from petals_async.rpc.block_channel import GrpcConnector
 
+if TYPE_CHECKING:
+    from petals_async.client.generation import GenerationStream, OnPiece
+    from petals_async.client.settings import GenerationSettings
+
 log = logging.getLogger(__name__)
 
 DEFAULT_CHUNK_TOKENS = 512
 """Long inputs are sent in steps of at most this many tokens, if the servers allow it."""
+
+
+def generation() -> Any:
+    """Return the generation module; it imports torch, which opening a client has done already."""
+    from petals_async.client import generation as module
+
+    return module
 
 
 class Client:
@@ -120,9 +132,7 @@ class Client:
         self._checkpoint = await executor.call(lambda: open_checkpoint(self._model, self._report))
         await registry.list_servers(self._checkpoint.fingerprint)
         self._swarm = await stack.enter_async_context(
-            open_swarm(
-                registry, self._connector, model_fingerprint=self._checkpoint.fingerprint, dtype=self._dtype
-            )
+            open_swarm(registry, self._connector, model_fingerprint=self._checkpoint.fingerprint, dtype=self._dtype)
         )
         dtype = await self._swarm.settle_dtype(self._timeout_s)
         self._report("loading embeddings and head")
@@ -179,6 +189,110 @@ class Client:
         if not allowed:
             raise NoRouteError(f"no server takes sessions of {batch_size} rows now")
         return min(max(allowed), self._checkpoint.max_position or max(allowed))
+
+    # -- generation
+
+    async def generate(
+        self,
+        prompt: Any = None,
+        generation_config: Any = None,
+        *,
+        input_ids: Any = None,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> Any:
+        """Continue a prompt, or several at the same time.
+
+        Args:
+            prompt: A `str` (tokenised as it stands), token ids, chat messages (dicts with `role` and `content`),
+                or a list of these, which may differ in length.
+            generation_config: A transformers `GenerationConfig`; the model directory's own when None.
+            input_ids: Another name for token ids as `prompt`.
+            timeout_s: How long one step may wait for servers, in seconds; the client's own when None.
+            **options: `max_new_tokens`, `min_new_tokens`, `do_sample`, `temperature`, `top_k`, `top_p`,
+                `repetition_penalty`, `stop_strings`, `eos_token_id`, `seed`, `logits_processor`,
+                `stopping_criteria`. Others are refused.
+
+        Returns:
+            A `GenerationResult`, or a list of them for a list of prompts.
+
+        Raises:
+            RequestError: A prompt or an option that can't be; nothing was sent.
+            LengthExceededError: Prompt and new tokens are more than the model or the servers allow; nothing was sent.
+            NoRouteError: Some blocks had no server in time; lists each attempt.
+        """
+        prompts, many, settings = self._prepare(prompt, input_ids, generation_config, options)
+
+        async def continue_one(prompt_ids: Sequence[int]) -> GenerationResult:
+            return await self._continue(prompt_ids, settings, timeout_s)
+
+        results = await generation().generate_many(prompts, continue_one)
+        return results if many else results[0]
+
+    def stream(
+        self,
+        prompt: Any = None,
+        generation_config: Any = None,
+        *,
+        input_ids: Any = None,
+        timeout_s: float | None = None,
+        **options: Any,
+    ) -> GenerationStream:
+        """Continue one prompt, and show the text while it grows; see `generate` for the arguments.
+
+        Returns:
+            A context manager to iterate over; `result` is there after the last piece.
+
+        Raises:
+            RequestError: A prompt or an option that can't be, or several prompts.
+            LengthExceededError: Prompt and new tokens are more than the model or the servers allow.
+        """
+        prompts, many, settings = self._prepare(prompt, input_ids, generation_config, options)
+        if many:
+            raise RequestError(f"a stream continues one prompt, got {len(prompts)}; use generate, or several streams")
+        make: Callable[..., GenerationStream] = generation().GenerationStream
+        return make(lambda on_piece: self._continue(prompts[0], settings, timeout_s, on_piece))
+
+    def _prepare(
+        self, prompt: Any, input_ids: Any, generation_config: Any, options: dict[str, Any]
+    ) -> tuple[list[list[int]], bool, GenerationSettings]:
+        """Check everything that can be checked before a session is opened."""
+        from petals_async.client.prompt import encode_prompts
+        from petals_async.client.settings import resolve_settings
+
+        self._check_open()
+        if (prompt is None) == (input_ids is None):
+            raise RequestError("give a prompt, or input_ids, and not both")
+        files = self._files
+        settings = resolve_settings(files.generation_defaults, generation_config, options)
+        given = input_ids if prompt is None else prompt
+        prompts, many = encode_prompts(given, files.tokenizer, self._checkpoint.vocab_size)
+        limit = self.max_session_tokens() if self._swarm.servers() else self._checkpoint.max_position
+        for prompt_ids in prompts:
+            if limit is not None:
+                generation().check_length(len(prompt_ids), settings.max_new_tokens, limit)
+        return prompts, many, settings
+
+    async def _continue(
+        self,
+        prompt_ids: Sequence[int],
+        settings: GenerationSettings,
+        timeout_s: float | None,
+        on_piece: OnPiece | None = None,
+    ) -> GenerationResult:
+        """Continue one prompt in a session of its own."""
+        max_tokens = len(prompt_ids) + settings.max_new_tokens
+        async with self.session(max_tokens=max_tokens, timeout_s=timeout_s) as session:
+            run = generation().Generation(
+                session,
+                self._edges,
+                settings,
+                prompt_ids,
+                tokenizer=self._files.tokenizer,
+                offload=self._edges.executor.call,
+            )
+            result: GenerationResult = await run.run(on_piece)
+            return result
 
     # -- sessions
 

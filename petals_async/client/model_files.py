@@ -76,13 +76,13 @@ class ThreadedEdges:
 
     def __init__(self, edges: Any, executor: Executor) -> None:
         self._edges = edges
-        self._executor = executor
+        self.executor = executor
 
     async def embed(self, token_ids: Sequence[int], *, position: int) -> HiddenStates:
         """Return the hidden states of one row of tokens, (1, n, hidden_size)."""
-        hidden: HiddenStates = await self._executor.call(lambda: self._edges.embed(token_ids, position=position))
+        hidden: HiddenStates = await self.executor.call(lambda: self._edges.embed(token_ids, position=position))
         return hidden
 
     async def logits(self, hidden: HiddenStates) -> Any:
         """Return the logits, (batch, n, vocab_size)."""
-        return await self._executor.call(lambda: self._edges.logits(hidden))
+        return await self.executor.call(lambda: self._edges.logits(hidden))

@@ -116,7 +116,7 @@ def _check_ids(ids: Sequence[Any], vocab_size: int, name: str) -> list[int]:
     for index, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, Integral):
             raise RequestError(f"{name} must be {KINDS}; item {index} is {type(token).__name__}")
-        if not 0 <= token < vocab_size:
+        if not 0 <= int(token) < vocab_size:
             raise RequestError(
                 f"token id {token} at {index} of {name} is outside the vocabulary of {vocab_size}", reason="BAD_TOKEN"
             )

@@ -124,9 +124,7 @@ class Router:
         """Return a route, waiting for one while there is none."""
         while True:
             try:
-                return self._swarm.plan(
-                    search.span, self._needs(), avoid=search.avoid, lost_digests=lost_digests
-                )
+                return self._swarm.plan(search.span, self._needs(), avoid=search.avoid, lost_digests=lost_digests)
             except NoRouteError as error:
                 now = anyio.current_time()
                 if now >= search.deadline:
@@ -160,9 +158,7 @@ class Router:
             pauses.append(readmission_s)
         return max(min(pauses), 0.001)
 
-    async def _open_and_fill(
-        self, search: Search, legs: Sequence[Leg], log: ReplayLog | None, end: int
-    ) -> list[Link]:
+    async def _open_and_fill(self, search: Search, legs: Sequence[Leg], log: ReplayLog | None, end: int) -> list[Link]:
         """Open all segments of a plan in parallel, and replay; on any failure close them all again."""
         segments: list[Segment] = []
         links: list[Link] = []
@@ -211,9 +207,7 @@ class Router:
     async def _open_segment(self, server: ServerInfo, span: Span) -> Segment:
         options = self.options
         channel = await self._swarm.channel(server.address)
-        request = SegmentRequest(
-            options.model_fingerprint, span, options.batch_size, options.max_tokens, options.dtype
-        )
+        request = SegmentRequest(options.model_fingerprint, span, options.batch_size, options.max_tokens, options.dtype)
         segment = Segment(channel, server, request)
         await self._tasks.start(segment.run)
         self._swarm.health.record_success(server.server_id, anyio.current_time())

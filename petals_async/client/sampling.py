@@ -89,7 +89,6 @@ class Sampler:
         """The prompt and all tokens picked so far, (1, n); not to be written to."""
         return self._ids[:, : self._num_ids]
 
-    @torch.no_grad()
     def pick(self, logits: Tensor) -> int:
         """Pick the next token and remember it.
 
@@ -101,6 +100,10 @@ class Sampler:
                 computed nonsense (NON_FINITE). No token is made of it.
             RequestError: The processors left no token to pick, or a temperature so low that scores overflow.
         """
+        with torch.no_grad():
+            return self._pick(logits)
+
+    def _pick(self, logits: Tensor) -> int:
         raw = logits.detach().to("cpu", torch.float32, copy=True)  # (1, V)
         if not _has_finite_top(raw):
             raise ComputeError("the logits hold NaN or infinity", reason="NON_FINITE")

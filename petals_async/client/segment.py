@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import secrets
 from collections import deque
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 import anyio
@@ -99,6 +100,8 @@ class Segment:
         self._scope = anyio.CancelScope()
         self._next_step_id = 1
         self._pending: deque[Ticket] = deque()
+        self._closing = anyio.Event()
+        self._said_goodbye = False
         self._writing = anyio.Lock(fast_acquire=True)
         self._in_flight = anyio.Semaphore(max(1, server.limits.max_in_flight_steps), fast_acquire=True)
         self._assembling: tuple[Result, PartAssembler] | None = None
@@ -119,26 +122,28 @@ class Segment:
             PeerError: The server could not be reached, or did not open the session; never after `started`.
             RequestError: The server refused the opening for a fault of ours.
         """
-        opened = False
         with self._scope:
             try:
                 async with self._channel.open_stream() as stream:
-                    self._stream = stream
                     try:
                         await self._open(stream)
-                        opened = True
+                        self._stream = stream
+                        self._scope.shield = True  # a cancelled session still says goodbye
                         task_status.started()
-                        async with open_tasks() as tasks:
-                            tasks.start_soon(self._watch_silence)
-                            await self._read(stream)
+                        await self._serve(stream)
                     except (PeerError, RequestError) as error:
                         self._lose(error)
-                    finally:
-                        await self._say_goodbye(stream)
             finally:
                 self._lose(ServerUnavailableError("the segment was closed", server=str(self.server)))
-        if not opened and self.error is not None:
+                await self._free()
+        if self._stream is None and self.error is not None:
             raise self.error
+
+    async def _serve(self, stream: SessionStream) -> None:
+        async with open_tasks() as tasks:
+            tasks.start_soon(self._watch_silence)
+            tasks.start_soon(self._close_when_asked, stream)
+            await self._read(stream)
 
     async def _open(self, stream: SessionStream) -> None:
         request = self._request
@@ -167,21 +172,29 @@ class Segment:
         self._progress_interval_s = max(reply.progress_interval_s, 0.01)
         self._last_heard = anyio.current_time()
 
-    async def _say_goodbye(self, stream: SessionStream) -> None:
-        """Free the session on the server: in-band while the stream lives, else by its id."""
-        with anyio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
-            try:
-                if self.error is None:
-                    await stream.send(CloseSession())
-                    while True:
-                        await stream.receive()
-                await self._channel.close_session(self._session_id)
-            except (PeerError, RequestError):
-                pass  # the stream has ended, as asked; or nobody is there to be told
-
     def close(self) -> None:
-        """End the segment; its own task says goodbye to the server."""
+        """End the segment; its own task says goodbye to the server, within `GOODBYE_TIMEOUT_S`."""
+        self._closing.set()
+        if self._stream is None:
+            self._scope.cancel()
+
+    async def _close_when_asked(self, stream: SessionStream) -> None:
+        """Say goodbye in-band, and leave the end of the stream to the server (a cancelled read kills the RPC)."""
+        await self._closing.wait()
+        with anyio.move_on_after(GOODBYE_TIMEOUT_S):
+            async with self._writing:
+                await stream.send(CloseSession())
+                self._said_goodbye = True
+            await anyio.sleep(GOODBYE_TIMEOUT_S)
         self._scope.cancel()
+
+    async def _free(self) -> None:
+        """Free the session by its id, if its stream has ended without a goodbye."""
+        if self._said_goodbye:
+            return
+        with anyio.move_on_after(GOODBYE_TIMEOUT_S, shield=True):
+            with suppress(PeerError, RequestError):  # nobody is there to be told; the lease frees it
+                await self._channel.close_session(self._session_id)
 
     def _lose(self, error: PetalsAsyncError) -> None:
         """Note why the segment is over, and wake all steps that wait."""
@@ -409,4 +422,3 @@ class Segment:
         """Send one step and return its outputs."""
         ticket = await self.send(token_offset, hidden, row_indices=row_indices, num_outputs=num_outputs)
         return await self.wait(ticket)
-

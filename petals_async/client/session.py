@@ -69,9 +69,7 @@ class Session:
         self.recoveries.append(recovery)
         self.exact = self.exact and exact
 
-    async def step(
-        self, hidden: Any, *, row_indices: Sequence[int] = (), num_outputs: int | None = None
-    ) -> Any:
+    async def step(self, hidden: Any, *, row_indices: Sequence[int] = (), num_outputs: int | None = None) -> Any:
         """Run new tokens through all blocks; the position grows by their number.
 
         Args:
@@ -225,9 +223,7 @@ class _Chunk:
 
     __slots__ = ("hidden", "num_outputs", "row_indices", "token_offset")
 
-    def __init__(
-        self, token_offset: int, hidden: HiddenStates, row_indices: tuple[int, ...], num_outputs: int
-    ) -> None:
+    def __init__(self, token_offset: int, hidden: HiddenStates, row_indices: tuple[int, ...], num_outputs: int) -> None:
         self.token_offset = token_offset
         self.hidden = hidden
         self.row_indices = row_indices

@@ -74,12 +74,16 @@ class GenerationSettings:
 
 
 IGNORED = frozenset(
-    "use_cache cache_implementation cache_config max_cache_len low_memory prefill_chunk_size compile_config "
-    "disable_compile continuous_batching_config pad_token_id bos_token_id decoder_start_token_id "
-    "early_stopping length_penalty diversity_penalty is_assistant num_assistant_tokens num_assistant_tokens_schedule "
-    "assistant_confidence_threshold assistant_lookbehind target_lookbehind assistant_ensemble_weight "
-    "max_matching_ngram_size transformers_version".split()
-)
+    {
+        "use_cache", "cache_implementation", "cache_config", "max_cache_len", "low_memory",
+        "prefill_chunk_size", "compile_config", "disable_compile", "continuous_batching_config",
+        "pad_token_id", "bos_token_id", "decoder_start_token_id",
+        "early_stopping", "length_penalty", "diversity_penalty",
+        "is_assistant", "num_assistant_tokens", "num_assistant_tokens_schedule",
+        "assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind",
+        "assistant_ensemble_weight", "max_matching_ngram_size", "transformers_version",
+    }
+)  # fmt: skip
 """Fields that change no token here: about caches, padding, and modes (beams, assistants) that are refused by name."""
 
 SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
@@ -91,7 +95,8 @@ SAMPLING_NEUTRAL: Mapping[str, tuple[Any, ...]] = {
 }
 """Not implemented, and without effect in greedy decoding: the values, besides None, that change nothing."""
 
-NEUTRAL: Mapping[str, tuple[Any, ...]] = SAMPLING_NEUTRAL | {
+NEUTRAL: Mapping[str, tuple[Any, ...]] = {
+    **SAMPLING_NEUTRAL,
     "min_length": (0,),
     "num_beams": (1,),
     "num_beam_groups": (1,),
@@ -231,16 +236,16 @@ def _bad(name: str, allowed: str, value: Any) -> RequestError:
 
 
 def _integer(name: str, value: Any, low: int, high: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= value <= high:
+    if isinstance(value, bool) or not isinstance(value, Integral) or not low <= int(value) <= high:
         raise _bad(name, f"a whole number from {low} to {high}", value)
     return int(value)
 
 
 def _number(name: str, value: Any, low: float, high: float = math.inf, *, above: bool = False) -> float:
     """Read a finite number, `low` to `high`; `above`: more than `low`."""
-    if not isinstance(value, bool) and isinstance(value, Real) and math.isfinite(value):
-        if low <= value <= high and not (above and value == low):
-            return float(value)
+    number = math.nan if isinstance(value, bool) or not isinstance(value, Real) else float(value)
+    if math.isfinite(number) and low <= number <= high and not (above and number == low):
+        return number
     bounds = f"above {low:g}" if above else f"at least {low:g}" if high == math.inf else f"from {low:g} to {high:g}"
     raise _bad(name, f"a finite number {bounds}", value)
 

@@ -112,9 +112,7 @@ class Stage:
             return
         await self._replace(index, error, end, search, started_at)
 
-    async def _refill(
-        self, link: Link, end: int, error: PetalsAsyncError, search: Search, started_at: float
-    ) -> bool:
+    async def _refill(self, link: Link, end: int, error: PetalsAsyncError, search: Search, started_at: float) -> bool:
         """Replay what the same server lacks; False if it fails at that."""
         if link.segment.error is not None:
             return False
@@ -127,9 +125,7 @@ class Stage:
             self._report(link, [link], error, end, replayed, started_at)
         return True
 
-    async def _replace(
-        self, index: int, error: PetalsAsyncError, end: int, search: Search, started_at: float
-    ) -> None:
+    async def _replace(self, index: int, error: PetalsAsyncError, end: int, search: Search, started_at: float) -> None:
         """Put new links in the place of one, filled up to `end`."""
         link = self.links[index]
         link.segment.close()

@@ -145,6 +145,11 @@ class TextAssembler:
         self.stopped = False
 
     @property
+    def textless(self) -> bool:
+        """Whether there never is any text."""
+        return self._detokenizer is None
+
+    @property
     def text(self) -> str:
         """All text that was given out."""
         return "".join(self._shown)
