@@ -9,7 +9,6 @@ identity (no compute at all: what is measured is ours), or one block of a tiny r
 from __future__ import annotations
 
 import argparse
-import multiprocessing
 import time
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 import anyio
 
+from benchmarks.children import child
 from benchmarks.report import Report, quantiles
 from petals_async.abc import BackendResult
 from petals_async.core.hidden import HiddenStates
@@ -128,25 +128,11 @@ class Lane:
 
 
 @asynccontextmanager
-async def child(target: Any, *arguments: Any) -> AsyncIterator[Any]:
-    context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe(duplex=False)
-    process = context.Process(target=target, args=(theirs, *arguments), daemon=True)
-    process.start()
-    try:
-        await anyio.wait_readable(ours)
-        yield ours.recv()
-    finally:
-        process.kill()
-        process.join()
-
-
-@asynccontextmanager
 async def block_lane(info: Any, name: str) -> AsyncIterator[Lane]:
     from petals_async.client.segment import Segment, SegmentRequest
     from petals_async.rpc.block_channel import GrpcConnector
 
-    async with anyio.create_task_group() as tasks, GrpcConnector().connect(info.address) as channel:
+    async with GrpcConnector().connect(info.address) as channel, anyio.create_task_group() as tasks:
         request = SegmentRequest(FINGERPRINT, info.span, 1, TOKENS_IN_SESSION, "float32")
         segment = Segment(channel, info, request)
         await tasks.start(segment.run)
@@ -198,9 +184,9 @@ async def main(rounds: int, calls: int) -> None:
         model = make_tiny_llama(Path(folder) / "tiny", num_blocks=1)
         async with AsyncExitStack() as stack:
             enter = stack.enter_async_context
-            echo_address = await enter(child(serve_echo))
-            identity = await enter(child(serve_block, None))
-            tiny = await enter(child(serve_block, str(model)))
+            echo_address = (await enter(child(serve_echo))).first
+            identity = (await enter(child(serve_block, None))).first
+            tiny = (await enter(child(serve_block, str(model)))).first
             lanes = [
                 await enter(echo_lane(echo_address, "echo 16 KiB", 4 * IDENTITY_WIDTH)),
                 await enter(block_lane(identity, "identity 16 KiB")),

@@ -22,6 +22,16 @@ def quantiles(times_s: Sequence[float]) -> dict[str, float]:
     }
 
 
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Return the median and the range of some figures."""
+    return {
+        "median": round(statistics.median(values), 3),
+        "min": round(min(values), 3),
+        "max": round(max(values), 3),
+        "count": len(values),
+    }
+
+
 def _cpu() -> str:
     try:
         with open("/proc/cpuinfo") as file:
@@ -53,22 +63,26 @@ class Report:
         self._rows[name] = figures
 
     def ratio(
-        self, name: str, ours: Sequence[float], theirs: Sequence[float], group: int, *, limit: float, at_least: bool = False
+        self,
+        name: str,
+        ours: Sequence[float],
+        theirs: Sequence[float],
+        group: int,
+        *,
+        limit: float | None,
+        at_least: bool = False,
     ) -> None:
-        """Add the ratio of medians, round by round: its median and range, against the limit it should keep."""
+        """Add the ratio of medians, round by round: its median and range, against the limit it should keep if any."""
         rounds = [
             statistics.median(ours[start : start + group]) / statistics.median(theirs[start : start + group])
             for start in range(0, min(len(ours), len(theirs)), group)
         ]
         middle = statistics.median(rounds)
-        self._ratios[name] = {
-            "median": round(middle, 3),
-            "min": round(min(rounds), 3),
-            "max": round(max(rounds), 3),
-            "rounds": len(rounds),
-            "should_be": f"{'>=' if at_least else '<='} {limit}",
-            "held": middle >= limit if at_least else middle <= limit,
-        }
+        row: dict[str, Any] = {**spread(rounds)}
+        if limit is not None:
+            row["should_be"] = f"{'>=' if at_least else '<='} {limit}"
+            row["held"] = middle >= limit if at_least else middle <= limit
+        self._ratios[name] = row
 
     def print(self) -> None:
         """Print the JSON object."""
