@@ -265,6 +265,8 @@ class Client:
             raise RequestError("give a prompt, or input_ids, and not both")
         files = self._files
         settings = resolve_settings(files.generation_defaults, generation_config, options)
+        if settings.stop_strings and files.tokenizer is None:
+            raise RequestError("stop strings need a tokenizer, and the model directory has none")
         given = input_ids if prompt is None else prompt
         prompts, many = encode_prompts(given, files.tokenizer, self._checkpoint.vocab_size)
         limit = self.max_session_tokens() if self._swarm.servers() else self._checkpoint.max_position

@@ -13,6 +13,7 @@ from petals_async.client.segment import Segment, Ticket
 from petals_async.core.hidden import HiddenStates
 from petals_async.core.replay import Chunk, ReplayLog
 from petals_async.core.span import Span
+from petals_async.errors import OffsetGapError
 from petals_async.scopes import open_tasks
 
 REPLAY_WINDOW = 4
@@ -21,11 +22,29 @@ REPLAY_WINDOW = 4
 
 @dataclass(slots=True)
 class Link:
-    """One span of a stage. `log` outlives segments: it is what a new one is filled from."""
+    """One span of a stage. `log` outlives segments: it is what a new one is filled from.
+
+    `gathered_at` is the offset of the last row permutation that the segment's replay had gathered in. The server
+    knows nothing of it, and would truncate behind it without giving the rows their old order back.
+    """
 
     span: Span
     segment: Segment
     log: ReplayLog
+    gathered_at: int = 0
+
+    def check_rows(self, token_offset: int) -> None:
+        """Check that the segment's rows have the order that they had at an offset.
+
+        Raises:
+            OffsetGapError: They don't (ROWS_CHANGED): everything must be replayed.
+        """
+        if 0 < token_offset <= self.gathered_at:
+            raise OffsetGapError(
+                f"rows were gathered up to offset {self.gathered_at}, {token_offset} lies before it",
+                reason="ROWS_CHANGED",
+                server=str(self.segment.server),
+            )
 
 
 async def replay(links: list[Link], end: int, *, merge_tokens: int = 0) -> int:
@@ -45,7 +64,10 @@ async def replay(links: list[Link], end: int, *, merge_tokens: int = 0) -> int:
     Raises:
         PetalsAsyncError: A segment failed; the first link's log is as it was.
     """
-    start = min(links[0].segment.position, end) if len(links) == 1 else 0
+    single = len(links) == 1 and not 0 < end <= links[0].gathered_at
+    start = min(links[0].segment.position, end) if single else 0
+    for link in links:
+        link.gathered_at = links[0].log.last_permutation(end)
     chunks = links[0].log.read(start, end)
     if merge_tokens:
         chunks = merged(chunks, merge_tokens)

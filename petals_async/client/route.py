@@ -169,6 +169,9 @@ class Router:
                 links.append(Link(segment.span, segment, log if first and log else self._new_log()))
             if end:
                 await self._fill(search, links, end)
+            for link in links:
+                if log is not None and link.log is not log:
+                    link.log.commit(log.committed)
         except BaseException:
             for segment in segments:
                 segment.close()

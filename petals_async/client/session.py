@@ -205,6 +205,8 @@ class Session:
         self._enter()
         try:
             self.position = position
+            for stage in self._stages:
+                stage.truncate(position)
             async with open_tasks() as tasks:
                 for stage in self._stages:
                     tasks.start_soon(stage.rollback, position)

@@ -80,6 +80,7 @@ class Stage:
                 link = self.links[index]
             last = index == len(self.links) - 1
             try:
+                link.check_rows(token_offset)
                 result = await link.segment.step(
                     token_offset, outputs, row_indices=row_indices, num_outputs=num_outputs if last else None
                 )
@@ -190,10 +191,14 @@ class Stage:
         for link in self.links:
             link.log.rollback_tail()
 
-    async def rollback(self, position: int) -> None:
-        """Go back to a position; a server that can't be reached learns it with its next step."""
+    def truncate(self, position: int) -> None:
+        """Forget what was sent from a position on."""
         for link in self.links:
             link.log.truncate(position)
+
+    async def rollback(self, position: int) -> None:
+        """Tell the servers to go back to a position; one that can't be reached learns it with its next step."""
+        for link in self.links:
             try:
                 await link.segment.step(position, None)
             except PeerError as error:

@@ -86,13 +86,14 @@ class Detokenizer:
         return broken if waiting < CHAR_TOKENS else min(broken, PENDING_BYTES)
 
     def _context(self, prompt_ids: Sequence[int]) -> list[int]:
-        """Return the fewest last tokens of the prompt that make whole text; none if there are no such."""
+        """Return the fewest last tokens of the prompt that make whole text, or all if they make none (spaces alone)."""
         spoken = [token for token in prompt_ids[-WINDOW_TOKENS:] if not self._is_silent(token)][-CONTEXT_TOKENS:]
+        text = ""
         for start in reversed(range(len(spoken))):
             text = self._decode(spoken[start:])
             if text and not text.endswith(REPLACEMENT):
                 return spoken[start:]
-        return []
+        return [] if text else spoken
 
     def _settle(self) -> None:
         """All text is out: keep the tokens of its last part as context, and drop those before when they are many."""

@@ -127,6 +127,10 @@ class ReplayLog:
                 rows = [rows[index] for index in permutation.row_indices]
         return rows
 
+    def last_permutation(self, end: int) -> int:
+        """Return the offset of the last permutation that a replay up to `end` gathers in; 0 if there is none."""
+        return max((p.token_offset for p in self._permutations if p.token_offset < end), default=0)
+
     def close(self) -> None:
         """Forget everything and give the bytes back."""
         self.truncate(0)
