@@ -14,11 +14,10 @@ import time
 from contextlib import AsyncExitStack
 from typing import Any
 
-import anyio
-
 import petals_async
 from benchmarks.children import child, start_servers
 from benchmarks.report import Report, spread
+from petals_async.loop import run
 
 PROMPT = "The three most important things about distributed systems are"
 SPANS = ("0:15", "15:30")
@@ -80,4 +79,4 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=9, help="counted rounds")
     parser.add_argument("--tokens", type=int, default=48, help="new tokens a round")
     arguments = parser.parse_args()
-    anyio.run(main, arguments.rounds, arguments.tokens)
+    run(main, arguments.rounds, arguments.tokens)

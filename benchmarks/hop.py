@@ -23,6 +23,7 @@ from benchmarks.children import child
 from benchmarks.report import Report, quantiles
 from petals_async.abc import BackendResult
 from petals_async.core.hidden import HiddenStates
+from petals_async.loop import run
 
 IDENTITY_WIDTH = 4096
 TOKENS_IN_SESSION = 8000
@@ -57,7 +58,7 @@ class IdentityBackend:
 
 
 def serve_block(pipe: Any, model: str | None) -> None:
-    anyio.run(_serve_block, pipe, model)
+    run(_serve_block, pipe, model)
 
 
 async def _serve_block(pipe: Any, model: str | None) -> None:
@@ -94,7 +95,7 @@ async def _serve_block(pipe: Any, model: str | None) -> None:
 
 
 def serve_echo(pipe: Any) -> None:
-    anyio.run(_serve_echo, pipe)
+    run(_serve_echo, pipe)
 
 
 async def _serve_echo(pipe: Any) -> None:
@@ -135,7 +136,8 @@ async def block_lane(info: Any, name: str) -> AsyncIterator[Lane]:
     async with GrpcConnector().connect(info.address) as channel, anyio.create_task_group() as tasks:
         request = SegmentRequest(FINGERPRINT, info.span, 1, TOKENS_IN_SESSION, "float32")
         segment = Segment(channel, info, request)
-        await tasks.start(segment.run)
+        tasks.start_soon(segment.run)
+        await segment.opened()
         states = HiddenStates("float32", (1, 1, info.hidden_size), bytes(4 * info.hidden_size))
         position = 0
 
@@ -207,4 +209,4 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=15, help="counted rounds")
     parser.add_argument("--calls", type=int, default=200, help="calls of each lane in one round")
     arguments = parser.parse_args()
-    anyio.run(main, arguments.rounds, arguments.calls)
+    run(main, arguments.rounds, arguments.calls)

@@ -24,6 +24,7 @@ from petals_async.client.segment import Segment, SegmentRequest
 from petals_async.core.hidden import HiddenStates
 from petals_async.core.server_info import Limits, ServerInfo, ServerState
 from petals_async.core.span import Span
+from petals_async.loop import run
 from petals_async.rpc.block_channel import GrpcConnector
 
 LOST = Span(15, 30)
@@ -42,7 +43,8 @@ async def prefill_s(client: petals_async.Client, server: ServerInfo, prefix: Hid
     async with GrpcConnector().connect(server.address) as channel, anyio.create_task_group() as tasks:
         request = SegmentRequest(client.checkpoint.fingerprint, LOST, 1, prefix.num_tokens, client.dtype)
         segment = Segment(channel, server, request)
-        await tasks.start(segment.run)
+        tasks.start_soon(segment.run)
+        await segment.opened()
         started_at = time.perf_counter()
         await segment.step(0, prefix, num_outputs=1)
         elapsed_s = time.perf_counter() - started_at
@@ -116,4 +118,4 @@ if __name__ == "__main__":
     parser.add_argument("--rounds", type=int, default=5, help="counted rounds of each case")
     parser.add_argument("--dtype", default="float32")
     arguments = parser.parse_args()
-    anyio.run(main, arguments.rounds, arguments.dtype)
+    run(main, arguments.rounds, arguments.dtype)

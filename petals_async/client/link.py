@@ -68,6 +68,8 @@ async def replay(links: list[Link], end: int, *, merge_tokens: int = 0) -> int:
     start = min(links[0].segment.position, end) if single else 0
     for link in links:
         link.gathered_at = links[0].log.last_permutation(end)
+        if link is not links[0]:
+            link.log.gathered_at = link.gathered_at
     chunks = links[0].log.read(start, end)
     if merge_tokens:
         chunks = merged(chunks, merge_tokens)

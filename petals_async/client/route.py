@@ -68,11 +68,16 @@ class RouteOptions:
 
 @dataclass(slots=True)
 class Search:
-    """One attempt after the other to get servers for a span: what failed so far, and who is avoided."""
+    """One attempt after the other to get servers for a span: what failed so far, and who is avoided.
+
+    A server without room has not failed: waiting for room is bounded by the deadline alone, and of the attempts that
+    met no room on one server only the last is kept.
+    """
 
     span: Span
     deadline: float
     attempts: list[Attempt] = field(default_factory=list)
+    num_failures: int = 0
     avoid: dict[str, float] = field(default_factory=dict)
     compute_failures: int = 0
 
@@ -141,7 +146,7 @@ class Router:
         Raises:
             NoRouteError: There were more; lists each.
         """
-        if len(search.attempts) > self.options.max_retries:
+        if search.num_failures > self.options.max_retries:
             raise NoRouteError(
                 f"no route for blocks {search.span} after {len(search.attempts)} failed attempts",
                 attempts=search.attempts,
@@ -212,7 +217,12 @@ class Router:
         channel = await self._swarm.channel(server.address)
         request = SegmentRequest(options.model_fingerprint, span, options.batch_size, options.max_tokens, options.dtype)
         segment = Segment(channel, server, request)
-        await self._tasks.start(segment.run)
+        self._tasks.start_soon(segment.run)
+        try:
+            await segment.opened()
+        except BaseException:
+            segment.close()
+            raise
         self._swarm.health.record_success(server.server_id, anyio.current_time())
         return segment
 
@@ -227,7 +237,13 @@ class Router:
     def note(self, search: Search, server: ServerInfo, error: PetalsAsyncError) -> None:
         """Write a failed attempt down, and keep away from the server as far as the error says."""
         now = anyio.current_time()
-        search.attempts.append(Attempt(str(server), str(search.span), error.reason, error.message))
+        attempt = Attempt(str(server), str(search.span), error.reason, error.message)
+        if isinstance(error, ServerOverloadedError):
+            same = (attempt.server, attempt.reason)
+            search.attempts[:] = [known for known in search.attempts if (known.server, known.reason) != same]
+        else:
+            search.num_failures += 1
+        search.attempts.append(attempt)
         log.debug("blocks %s on %s: %s", search.span, server, error)
         if isinstance(error, ComputeError):
             search.compute_failures += 1

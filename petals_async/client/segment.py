@@ -13,7 +13,6 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 
 import anyio
-from anyio.abc import TaskStatus
 
 from petals_async.abc import BlockChannel, SessionStream
 from petals_async.core.hidden import HiddenStates, TensorSpec
@@ -100,6 +99,7 @@ class Segment:
         self._scope = anyio.CancelScope()
         self._next_step_id = 1
         self._pending: deque[Ticket] = deque()
+        self._settled = anyio.Event()
         self._closing = anyio.Event()
         self._said_goodbye = False
         self._writing = anyio.Lock(fast_acquire=True)
@@ -115,12 +115,10 @@ class Segment:
 
     # -- life
 
-    async def run(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        """Open the stream, report started, and read it until the segment is closed or lost.
+    async def run(self) -> None:
+        """Open the stream, and read it until the segment is closed or lost; `opened` tells how the opening went.
 
-        Raises:
-            PeerError: The server could not be reached, or did not open the session; never after `started`.
-            RequestError: The server refused the opening for a fault of ours.
+        To be run in the session's task group. It raises nothing of our tree: what ends it is in `error`.
         """
         with self._scope:
             try:
@@ -129,13 +127,23 @@ class Segment:
                         await self._open(stream)
                         self._stream = stream
                         self._scope.shield = True  # a cancelled session still says goodbye
-                        task_status.started()
+                        self._settled.set()
                         await self._serve(stream)
-                    except (PeerError, RequestError) as error:
+                    except PetalsAsyncError as error:
                         self._lose(error)
             finally:
                 self._lose(ServerUnavailableError("the segment was closed", server=str(self.server)))
+                self._settled.set()
                 await self._free()
+
+    async def opened(self) -> None:
+        """Return when the segment is open; if this is cancelled, `close` it (`TaskGroup.start` would wait for `run`).
+
+        Raises:
+            PeerError: The server could not be reached, or did not open the session.
+            RequestError: The server refused the opening for a fault of ours.
+        """
+        await self._settled.wait()
         if self._stream is None and self.error is not None:
             raise self.error
 

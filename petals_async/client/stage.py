@@ -21,6 +21,7 @@ from petals_async.core.span import Span
 from petals_async.errors import (
     ComputeError,
     NoRouteError,
+    OffsetGapError,
     PeerError,
     PetalsAsyncError,
     PositionError,
@@ -69,6 +70,7 @@ class Stage:
             RequestError: The step is the caller's fault.
             ComputeError: It failed in computing on two servers.
         """
+        await self._restore_logs(token_offset)
         index, outputs = 0, hidden
         search: Search | None = None
         while index < len(self.links):
@@ -133,6 +135,21 @@ class Stage:
         links = await self._router.obtain(search, log=link.log, end=end, lost_digests=_digests(link))
         self.links[index : index + 1] = links
         self._report(link, links, error, end, end, started_at)
+
+    async def _restore_logs(self, end: int) -> None:
+        """Make logs again that a rollback behind a permutation has left empty: from the log of the link before."""
+        while index := next((i for i, link in enumerate(self.links) if link.log.end < end), 0):
+            first, lost = self.links[index - 1 : index + 1]
+            started_at = anyio.current_time()
+            error = OffsetGapError("the log's rows were gathered", reason="ROWS_CHANGED")
+            search = self._router.search(Span(first.span.start, lost.span.end))
+            first.segment.close()
+            lost.segment.close()
+            digests = _digests(first) | _digests(lost)
+            links = await self._router.obtain(search, log=first.log, end=end, lost_digests=digests)
+            lost.log.close()
+            self.links[index - 1 : index + 1] = links
+            self._report(lost, links, error, end, end, started_at)
 
     async def _leave_draining(self, index: int, end: int) -> None:
         """Move off a server that is leaving, if there is another one now; stay as long as there is none."""

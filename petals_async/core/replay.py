@@ -8,7 +8,9 @@ Theory. A server can lose its KV at any time; the log can build it again, byte f
   (`commit`); a call that failed or was cancelled is cut off again (`rollback_tail`);
 - the rows' ancestry: a row permutation (beam search) is written down and composed lazily at replay, so that a
   replay sends rows already gathered and never carries permutations. A permutation belongs to the step at its
-  offset: truncating to that offset or below undoes it.
+  offset: truncating to that offset or below undoes it. A log that was itself filled by a replay has its rows gathered
+  up to `gathered_at`, and nothing left of their old order: truncating it to there or below leaves it empty, to be
+  made again from the log before it.
 
 The bytes held by all logs of a session share one budget.
 """
@@ -52,6 +54,10 @@ class ReplayLog:
 
     Args:
         budget: Bytes that this log shares with the others of its session.
+
+    Attributes:
+        committed: Tokens that count.
+        gathered_at: Offset of the last permutation whose rows came in gathered; 0 for none.
     """
 
     def __init__(self, budget: ByteBudget | None = None) -> None:
@@ -59,6 +65,7 @@ class ReplayLog:
         self._chunks: list[Chunk] = []
         self._permutations: list[Permutation] = []
         self.committed = 0
+        self.gathered_at = 0
 
     @property
     def end(self) -> int:
@@ -99,7 +106,9 @@ class ReplayLog:
         self.truncate(self.committed)
 
     def truncate(self, position: int) -> None:
-        """Forget all tokens from a position on, and the permutations that belong to them."""
+        """Forget all tokens from a position on, and the permutations that belong to them; see the head of the file."""
+        if position <= self.gathered_at:
+            position = self.gathered_at = 0
         while self._chunks and self._chunks[-1].end > position:
             chunk = self._chunks.pop()
             self._budget.give_back(chunk.hidden.num_bytes)
@@ -128,8 +137,8 @@ class ReplayLog:
         return rows
 
     def last_permutation(self, end: int) -> int:
-        """Return the offset of the last permutation that a replay up to `end` gathers in; 0 if there is none."""
-        return max((p.token_offset for p in self._permutations if p.token_offset < end), default=0)
+        """Return the offset of the last permutation that a replay up to `end` has gathered in; 0 if there is none."""
+        return max((p.token_offset for p in self._permutations if p.token_offset < end), default=self.gathered_at)
 
     def close(self) -> None:
         """Forget everything and give the bytes back."""

@@ -10,6 +10,9 @@ from petals_async.core.messages import SESSION_ID_BYTES, OpenSession, Step
 from petals_async.core.server_info import ServerInfo
 from petals_async.errors import LengthExceededError, RequestError
 
+MAX_SHOWN = 16
+"""A message quotes at most this many of a peer's numbers: it may have sent millions."""
+
 
 def check_open(message: OpenSession, server: ServerInfo) -> None:
     """Check the opening of a session against what the server is.
@@ -32,7 +35,7 @@ def check_open(message: OpenSession, server: ServerInfo) -> None:
     if message.wire_dtype != server.dtype:
         raise RequestError(f"{server} computes in {server.dtype}, not {message.wire_dtype}", reason="BAD_DTYPE")
     if message.adapter:
-        raise RequestError(f"{server} has no adapter {message.adapter!r}", reason="BAD_ADAPTER")
+        raise RequestError(f"{server} has no adapter {message.adapter[:64]!r}", reason="BAD_ADAPTER")
     if not 1 <= message.batch_size <= limits.max_batch_size:
         raise RequestError(
             f"batch size must be 1 to {limits.max_batch_size}, got {message.batch_size}", reason="BAD_SHAPE"
@@ -78,7 +81,8 @@ def _check_rows(step: Step, session: OpenSession) -> None:
         return
     if len(rows) != session.batch_size or not 0 <= min(rows) <= max(rows) < session.batch_size:
         raise RequestError(
-            f"row_indices must be {session.batch_size} numbers below {session.batch_size}, got {list(rows)}",
+            f"row_indices must be {session.batch_size} numbers below {session.batch_size}, "
+            f"got {len(rows)}: {list(rows[:MAX_SHOWN])}",
             reason="BAD_ROWS",
         )
     if step.num_tokens == 0:
@@ -94,7 +98,7 @@ def _check_tensor(step: Step, session: OpenSession, server: ServerInfo) -> None:
     if step.tensor.shape != expected.shape:
         raise RequestError(
             f"hidden states must have the shape (batch, tokens, hidden_size) = {expected.shape}, "
-            f"got {step.tensor.shape}",
+            f"got {step.tensor.shape[:MAX_SHOWN]}",
             reason="BAD_SHAPE",
         )
     if step.data is not None and len(step.data) != expected.num_bytes:

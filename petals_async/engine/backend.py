@@ -115,7 +115,7 @@ class TorchBackend:
         self._check_hidden(step.hidden, cache, step.token_offset)
         hidden = from_hidden(step.hidden, device=self.blocks.device)  # (B, T, D)
         if not _is_finite(hidden):
-            raise RequestError("the hidden states sent hold NaN or infinity", reason="NON_FINITE")
+            raise RequestError("the hidden states sent hold NaN or infinity", reason="NON_FINITE_INPUT")
         return hidden
 
     def _check_hidden(self, hidden: HiddenStates, cache: KvCache, offset: int) -> None:

@@ -36,8 +36,23 @@ class _GrpcSessionStream:
     """The client's end of one stream: one task reads, any number may send."""
 
     def __init__(self, call: _Call, address: str) -> None:
-        self._call = call
+        self._open_call: _Call | None = call
         self._address = address
+
+    @property
+    def _call(self) -> _Call:
+        if self._open_call is None:
+            raise RpcOverError
+        return self._open_call
+
+    def end(self) -> None:
+        """Cancel the call and let go of it: while one is held, its connection stays open though its channel is closed.
+
+        Segments, their tasks and tracebacks are cycles, which are collected at some time.
+        """
+        call, self._open_call = self._open_call, None
+        if call is not None:
+            call.cancel()
 
     async def send(self, message: ClientMessage) -> None:
         try:
@@ -96,11 +111,11 @@ class GrpcBlockChannel:
     @asynccontextmanager
     async def open_stream(self) -> AsyncIterator[_GrpcSessionStream]:
         """Open one RunSession stream; leaving the context cancels it."""
-        call: _Call = self._stub.RunSession()
+        stream = _GrpcSessionStream(self._stub.RunSession(), self._address)
         try:
-            yield _GrpcSessionStream(call, self._address)
+            yield stream
         finally:
-            call.cancel()
+            stream.end()
 
     async def close_session(self, session_id: bytes) -> None:
         """Free a session by its id. Raises PeerError."""

@@ -30,6 +30,9 @@ from petals_async.rpc.guard import guarded
 DOMAIN = "petals_async"
 DETAILS_KEY = "grpc-status-details-bin"
 
+MAX_MESSAGE_CHARS = 400
+"""Longer messages are cut: a status travels in HTTP/2 headers of 8 KiB at most; else the RPC is just broken off."""
+
 _CODE_OF_REASON = {
     "WRONG_MODEL": grpc.StatusCode.FAILED_PRECONDITION,
     "LENGTH_EXCEEDED": grpc.StatusCode.OUT_OF_RANGE,
@@ -59,6 +62,10 @@ _REASON_OF_CODE = {
 }
 
 
+_LOCAL_FAILURE = "Internal error from Core"
+"""What grpc.aio says (as INTERNAL) of a write that met the end of its stream; it hides the server's status."""
+
+
 def code_of(error: PetalsAsyncError) -> grpc.StatusCode:
     """Return the status code under which an error travels."""
     if error.reason in _CODE_OF_REASON:
@@ -76,13 +83,13 @@ def _metadata_of(error: PetalsAsyncError) -> dict[str, str]:
 
 async def abort_with(context: Any, error: PetalsAsyncError) -> NoReturn:
     """End an RPC with the status of an error of our tree; never returns."""
-    code = code_of(error)
+    code, message = code_of(error), error.message[:MAX_MESSAGE_CHARS]
     info = error_details_pb2.ErrorInfo(reason=error.reason, domain=DOMAIN, metadata=_metadata_of(error))
     detail = any_pb2.Any()
     detail.Pack(info)
     number: int = code.value[0]
-    status = status_pb2.Status(code=number, message=error.message, details=[detail])
-    await guarded(context.abort(code, error.message, ((DETAILS_KEY, status.SerializeToString()),)))
+    status = status_pb2.Status(code=number, message=message, details=[detail])
+    await guarded(context.abort(code, message, ((DETAILS_KEY, status.SerializeToString()),)))
     raise AssertionError("abort returned")
 
 
@@ -101,6 +108,8 @@ def _error_info(error: grpc.aio.AioRpcError) -> error_details_pb2.ErrorInfo | No
 def error_from(error: grpc.aio.AioRpcError, *, server: str = "") -> PetalsAsyncError:
     """Return the error of our tree that a status stands for; without our details, the code decides."""
     message = error.details() or error.code().name
+    if message == _LOCAL_FAILURE:
+        return stream_over(server)
     info = _error_info(error)
     if info is None or info.reason not in ERROR_OF_REASON:
         reason = _REASON_OF_CODE.get(error.code(), "STREAM_LOST")

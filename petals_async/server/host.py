@@ -55,7 +55,7 @@ class BlockHost:
         self._worker = worker
         self._options = options
         self._receive_budget = ByteBudget(options.receive_budget_bytes, "the receive buffers")
-        self._streams: dict[HeldSession, ServerStream] = {}
+        self._streams: dict[anyio.CancelScope, ServerStream] = {}
         self._stream_ended = anyio.Event()
         self.table = SessionTable(
             backend,
@@ -105,13 +105,13 @@ class BlockHost:
         session = await self.table.open(request, stream.principal)
         handler, scope = self._handler(stream, session), anyio.CancelScope()
         self.table.attach(session, scope)
-        self._streams[session] = stream
+        self._streams[scope] = stream
         try:
             with scope:
                 await stream.send(self._opened(session))
                 await handler.run()
         finally:
-            del self._streams[session]
+            del self._streams[scope]
             self._stream_ended.set()
             if session.scope is scope:
                 self.table.detach(session, goodbye=handler.goodbye)

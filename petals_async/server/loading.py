@@ -45,12 +45,16 @@ def load_blocks(checkpoint: Any, span: Span, options: ServerOptions, report: Rep
         ConfigurationError: The device isn't there.
     """
     report("importing torch and transformers")
+    started_at = time.perf_counter()
     import torch
 
     from petals_async.engine.backend import TorchBackend
+    from petals_async.models.architecture import Architecture
     from petals_async.models.numerics import numeric_fingerprint
     from petals_async.models.span import BlockSpan
 
+    Architecture.of(checkpoint)  # imports the model's own module
+    report(f"imported in {time.perf_counter() - started_at:.2f} s")
     _check_device(torch, options.device)
     if options.threads is not None:
         torch.set_num_threads(options.threads)

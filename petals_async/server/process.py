@@ -15,12 +15,19 @@ from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
+from multiprocessing.forkserver import ensure_running
 from multiprocessing.process import BaseProcess
 from typing import Any
 
 import anyio
 
+from petals_async.engine.thread import worker_thread
 from petals_async.errors import ClosedError, PetalsAsyncError
+from petals_async.loop import run
+from petals_async.scopes import open_tasks
+
+ORPHAN_GRACE_S = 5
+"""How long a child may take to end by itself when its parent is gone, in whole seconds; then SIGALRM ends it."""
 
 PRELOADED = (
     "torch",
@@ -61,6 +68,28 @@ def forkserver(model_type: str | None = None) -> ForkServerContext:
         modules.append(f"transformers.models.{model_type}.modeling_{model_type}")
     context.set_forkserver_preload(modules)
     return context
+
+
+async def preload(context: ForkServerContext) -> None:
+    """Start the fork server, and return when it has imported what its children need; the event loop runs on.
+
+    Without this, the first child's start holds up the event loop for those seconds. The fork server doesn't hear
+    Ctrl-C, which the terminal sends to it as well: it would print a traceback. To be called on the main thread.
+    Cancelling leaves at once.
+    """
+    handler = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        ensure_running()
+    finally:
+        signal.signal(signal.SIGINT, handler)
+    first = context.Process(target=_nothing)
+    async with worker_thread("petals-async preload") as thread:
+        await thread.call(first.start)
+        await thread.call(first.join)
+
+
+def _nothing() -> None:
+    """Be a child that ends at once."""
 
 
 class ServerProcess:
@@ -151,7 +180,11 @@ class ServerProcess:
 
 
 def _child(options: dict[str, Any], pipe: Connection) -> None:
-    """Be a block server: report over the pipe, end with 0 when stopped and 1 on any failure."""
+    """Be a block server: report over the pipe, end with 0 when stopped and 1 on any failure.
+
+    It has a session of its own: Ctrl-C at the terminal is the parent's to pass on. It ends when the parent is gone.
+    """
+    os.setsid()
     from petals_async.server.block_server import BlockServer
     from petals_async.server.serve import serve
 
@@ -160,14 +193,27 @@ def _child(options: dict[str, Any], pipe: Connection) -> None:
         _say(pipe, Ready(info.server_id, info.address, str(info.span)))
 
     async def main() -> None:
-        await serve(BlockServer(on_progress=lambda line: _say(pipe, line), **options), ready)
+        async with open_tasks() as tasks:
+            tasks.start_soon(_end_with_parent, tasks.cancel_scope)
+            await serve(BlockServer(on_progress=lambda line: _say(pipe, line), **options), ready)
+            tasks.cancel_scope.cancel()
 
     try:
-        anyio.run(main)
+        run(main)
     except PetalsAsyncError as error:
         _say(pipe, Failed(error.message))
         sys.exit(1)
     sys.exit(0)
+
+
+async def _end_with_parent(scope: anyio.CancelScope) -> None:
+    """Stop at once when the parent has ended, however it did, so that nothing is left behind."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+    await anyio.wait_readable(parent.sentinel)
+    signal.alarm(ORPHAN_GRACE_S)
+    scope.cancel()
 
 
 def _say(pipe: Connection, message: object) -> None:

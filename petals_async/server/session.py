@@ -28,7 +28,7 @@ class HeldSession:
     kv_bytes: int
     opened_at: float
     last_used: float
-    running: anyio.Lock = field(default_factory=anyio.Lock)
+    running: anyio.Lock = field(default_factory=lambda: anyio.Lock(fast_acquire=True))
     scope: anyio.CancelScope | None = None
     expires_at: float | None = None
     num_completed: int = 0

@@ -204,7 +204,8 @@ class SessionHandler:
                 self._work = anyio.Event()
                 await self._work.wait()
             pending = self._pending[0]
-            await pending.arrived.wait()
+            if not pending.arrived.is_set():
+                await pending.arrived.wait()
             reply = await self._answer(pending)
             self._pending.popleft()
             self._forget(pending)

@@ -124,7 +124,7 @@ WRONG: dict[str, tuple[Callable[[BackendStep], BackendStep], str]] = {
     "too_few_row_indices": (lambda step: replace(step, row_indices=(0,)), "BAD_ROWS"),
     "span": (lambda step: replace(step, span=Span(0, 3)), "BAD_SPAN"),
     "length": (lambda step: replace(step, hidden=states(20)), "LENGTH_EXCEEDED"),
-    "not_finite": (wrong_numbers, "NON_FINITE"),
+    "not_finite": (wrong_numbers, "NON_FINITE_INPUT"),
 }
 
 

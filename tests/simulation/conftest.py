@@ -1,0 +1,20 @@
+"""Virtual time: every test here runs on trio's mock clock, which jumps ahead whenever all tasks wait.
+
+Nothing here may wait on a thread, since the clock jumps meanwhile. Fixtures that are async must be function-scoped:
+AnyIO runs every test on the backend of an open async fixture of a wider scope, whatever the test's label says.
+"""
+
+import pytest
+import trio
+from trio.testing import MockClock
+
+
+@pytest.fixture
+def anyio_backend():
+    return "trio", {"clock": MockClock(autojump_threshold=0)}
+
+
+@pytest.fixture(autouse=True)
+async def in_virtual_time(anyio_backend):
+    """Fail, rather than wait in real time, when AnyIO runs the test on another backend."""
+    assert trio.lowlevel.in_trio_run(), "this test runs in real time; see the head of this file"
