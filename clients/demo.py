@@ -85,6 +85,11 @@ class Swarm:
         await self.processes[name].wait()
 
 
+async def import_in_thread(name: str) -> None:
+    """Import a module without holding up the event loop."""
+    await anyio.to_thread.run_sync(import_module, name)
+
+
 @asynccontextmanager
 async def local_swarm(model: str, checkpoint: Checkpoint) -> AsyncIterator[Swarm]:
     """Run a registry and three servers, each with a third of the blocks."""
@@ -92,7 +97,7 @@ async def local_swarm(model: str, checkpoint: Checkpoint) -> AsyncIterator[Swarm
     screen.tell("importing torch and transformers, once here and once for all servers")
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(preload, context)
-        tasks.start_soon(anyio.to_thread.run_sync, import_module, "transformers.modeling_utils")  # for the client
+        tasks.start_soon(import_in_thread, "transformers.modeling_utils")  # for the client
     async with petals_async.Registry("127.0.0.1:0") as registry:
         swarm = Swarm(context, model, registry)
         try:

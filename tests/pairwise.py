@@ -26,7 +26,7 @@ def pairwise(
         missing = {group for values in left + chosen for group in _groups(values, size)}
         missing -= {group for values in chosen for group in _groups(values, size)}
         while missing and left and (size == 2 or len(chosen) < at_least):
-            best = max(left, key=lambda values: len(missing & _groups(values, size)))  # noqa: B023
+            best = max(left, key=lambda values: len(missing & _groups(values, size)))
             left.remove(best)
             chosen.append(best)
             missing -= _groups(best, size)

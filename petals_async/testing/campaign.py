@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 import anyio
 
-from petals_async.scopes import open_tasks
 from petals_async.client.swarm import Swarm
 from petals_async.errors import PetalsAsyncError
+from petals_async.scopes import open_tasks
 from petals_async.testing.faults import MAX_SECONDS, Fault, FaultPlan
 from petals_async.testing.node import NodeSpec
 from petals_async.testing.swarm import MemorySwarm, three_nodes

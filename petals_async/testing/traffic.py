@@ -81,7 +81,8 @@ class Traffic:
     async def _make(self, session: Session, call: Call) -> None:
         with anyio.CancelScope() as scope:
             if self.draw.random() < 0.25:
-                scope.deadline = anyio.current_time() + self.draw.uniform(0, MAX_CANCEL_S) * self.draw.choice([1, 1, 99])
+                wait_s = self.draw.uniform(0, MAX_CANCEL_S) * self.draw.choice([1, 1, 99])
+                scope.deadline = anyio.current_time() + wait_s
             match call:
                 case Call.STEP:
                     await self._step(session, ())

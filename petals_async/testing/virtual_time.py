@@ -31,9 +31,10 @@ def run_in_virtual_time(function: Callable[..., Awaitable[T]], *args: Any, seed:
     except ImportError as error:
         raise ConfigurationError("virtual time needs trio: pip install trio") from error
     before = scheduler._ALLOW_DETERMINISTIC_SCHEDULING
-    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True  # as Hypothesis does it, by way of pytest-trio
+    # Hypothesis sets it as well, by way of pytest-trio.
+    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
     scheduler._r.seed(seed)
     try:
         return trio.run(function, *args, clock=MockClock(autojump_threshold=0))
     finally:
-        scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before
+        scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before  # type: ignore[misc]

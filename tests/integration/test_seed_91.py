@@ -32,7 +32,7 @@ async def sessions_at(address):
 
 
 async def test_seed_91(process_swarm, deep_model, context):
-    tokens, joined = [], None
+    tokens, joined, held = [], anyio.Event(), None
     async with (
         process_swarm(deep_model, head="0:8", middle="8:14", tail="14:24") as swarm,
         petals_async.Client(deep_model, swarm.registry.address, timeout_s=40) as client,
@@ -41,20 +41,22 @@ async def test_seed_91(process_swarm, deep_model, context):
     ):
 
         async def join_later():
-            nonlocal joined
+            nonlocal address
             await anyio.sleep(GAP_S)
-            joined = await swarm.add("joiner", "6:24")
+            address = (await swarm.add("joiner", "6:24")).address
+            joined.set()
 
+        address = ""
         async for piece in stream:
             if len(tokens) < LOST_AFTER <= len(tokens) + len(piece.token_ids):
                 await swarm.kill("middle")
                 tasks.start_soon(join_later)
             tokens += piece.token_ids
-            if joined is not None and len(tokens) >= SEEN_AFTER and len(tokens) < NEW_TOKENS:
-                held = await sessions_at(joined.address)
-                assert [session.span for session in held] == [Span(8, 14)]
+            if len(tokens) >= SEEN_AFTER and held is None:
+                await joined.wait()
+                held = [session.span for session in await sessions_at(address)]
 
-    assert joined is not None
+    assert held == [Span(8, 14)]
     (recovery,) = stream.result.recoveries
     assert recovery.span == Span(8, 14)
     assert recovery.lost.startswith("middle ")

@@ -13,13 +13,13 @@ from petals_async.testing.swarm import MemorySwarm, NodeSpec, toy_model
 from petals_async.testing.toy import ToyBackend, ToyEdges, toy_reference, toy_scores, toy_vectors
 
 NUM_BLOCKS = 6
-NUM_TOKENS = 6
-CHUNK_TOKENS = 2
+NUM_TOKENS = 5
+CHUNK_TOKENS = 3
 PROMPT = [3, 14, 15, 9, 26]
 PROMPTS = {
     "one prompt": [[PROMPT]],
     "two rows": [[PROMPT, [5, 35, 8, 9, 7]]],
-    "several prompts": [[PROMPT[:3]], [PROMPT], [[*PROMPT, 5, 35, 8]]],
+    "several prompts": [[PROMPT], [[9, 26, 5]]],
 }
 """For each kind of input its sessions, and for each session its rows."""
 
