@@ -170,6 +170,10 @@ class Segment:
                 while isinstance(reply, Draining):
                     self.draining = True
                     reply = await stream.receive()
+        except ServerUnavailableError as error:
+            if error.reason == "STREAM_LOST":
+                error.reason = "CONNECT_FAILED"
+            raise
         except TimeoutError:
             raise ServerUnavailableError(
                 f"no answer to `open` within {OPEN_TIMEOUT_S:g} s", reason="CONNECT_FAILED", server=str(self.server)

@@ -8,7 +8,8 @@ Rules (protocol, "RunSession, the rules" 1-4):
 - Ids count from 1. Only `next_step_id` is run; a refusal does not advance it. A higher id is OUT_OF_ORDER, so
   after one refusal everything behind it in flight is refused as well, and never appended over stale tokens.
 - An offset above the position is a gap: OFFSET_GAP, or EVICTED if tokens were dropped since. Below: truncate.
-- The same id again gets the kept reply. The last `max_kept_replies` are kept; an older id is STALE_STEP.
+- The same id again gets the kept reply. The last `max_kept_replies` are kept, as far as they fit into
+  `MAX_KEPT_BYTES` (the last one always is); an older id is STALE_STEP.
 - A row permutation can't be undone by truncation. A later step at or before its offset would need the old
   order: ROWS_CHANGED, and the position is 0 from then on. Offset 0 needs no old order and is always fine.
 """
@@ -19,6 +20,10 @@ from collections import OrderedDict
 from dataclasses import dataclass
 
 from petals_async.core.messages import Refused, Result
+
+
+MAX_KEPT_BYTES = 32 * 1024**2
+"""Bytes of outputs in one session's kept replies; of larger ones only the last is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,8 +91,12 @@ class StepLedger:
             self._permuted_at = None
         self._evicted = False
         self._replies[reply.step_id] = reply
-        while len(self._replies) > self._max_kept_replies:
+        while len(self._replies) > self._max_kept_replies or self._too_many_bytes():
             self._replies.popitem(last=False)
+
+    def _too_many_bytes(self) -> bool:
+        kept = sum(len(reply.data or b"") for reply in self._replies.values())
+        return kept > MAX_KEPT_BYTES and len(self._replies) > 1
 
     def fork(self, max_tokens: int) -> StepLedger:
         """Return the ledger of a session that begins with this one's first tokens, at most `max_tokens`.

@@ -23,6 +23,9 @@ from petals_async.rpc.status import error_from, stream_over
 from petals_async.v1 import block_service_pb2 as pb
 from petals_async.v1 import block_service_pb2_grpc as pb_grpc
 
+MAX_PAGES = 100
+"""Pages of a list that are asked for, at most."""
+
 UNARY_TIMEOUT_S = 5.0
 """Time limit of the short calls: GetServerInfo, CloseSession, ListSessions."""
 
@@ -128,7 +131,7 @@ class GrpcBlockChannel:
         """Return all sessions held there. Raises PeerError."""
         sessions: list[SessionInfo] = []
         token = ""
-        while True:
+        for _ in range(MAX_PAGES):
             request = pb.ListSessionsRequest(page_size=1000, page_token=token)
             with _Translated(self._address):
                 response = await guarded(self._stub.ListSessions(request, timeout=UNARY_TIMEOUT_S))
@@ -136,6 +139,7 @@ class GrpcBlockChannel:
             token = response.next_page_token
             if not token:
                 return sessions
+        raise RemoteProtocolError(f"the list of sessions has more than {MAX_PAGES} pages", server=self._address)
 
 
 class _Translated:

@@ -144,9 +144,14 @@ class BlockHost:
     async def drain(self, deadline_s: float) -> None:
         """Take no new sessions, tell the clients, and wait until they have left or the deadline has passed."""
         self._info = replace(self._info, state=ServerState.DRAINING)
-        for stream in list(self._streams.values()):
-            stream.send_nowait(Draining(deadline_s))
         with anyio.move_on_after(deadline_s):
-            while self._streams:
-                self._stream_ended = anyio.Event()
-                await self._stream_ended.wait()
+            async with anyio.create_task_group() as tasks:
+                for stream in list(self._streams.values()):
+                    tasks.start_soon(stream.send, Draining(deadline_s))
+                await self._all_left()
+                tasks.cancel_scope.cancel()
+
+    async def _all_left(self) -> None:
+        while self._streams:
+            self._stream_ended = anyio.Event()
+            await self._stream_ended.wait()

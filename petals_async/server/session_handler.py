@@ -37,6 +37,7 @@ from petals_async.errors import (
     LengthExceededError,
     PetalsAsyncError,
     RequestError,
+    ServerDrainingError,
     ServerOverloadedError,
 )
 from petals_async.server.session import HeldSession
@@ -234,8 +235,10 @@ class SessionHandler:
                 pending.state = StepState.RUNNING
                 with anyio.CancelScope(shield=True):
                     reply = await self._compute(pending)
-            except (ServerOverloadedError, ComputeError, ClosedError) as error:
+            except (ServerOverloadedError, ComputeError) as error:
                 return self._refuse(step, error)
+            except ClosedError as error:
+                return self._refuse(step, ServerDrainingError(error.message))
             return reply
 
     async def _compute(self, pending: _Pending) -> Result | Refused:

@@ -480,7 +480,8 @@ class StepRefused(_message.Message):
     """The step's id."""
     reason: _builtins.str
     """A stable word: OFFSET_GAP, OUT_OF_ORDER, STALE_STEP, ROWS_CHANGED, EVICTED, KV_EXHAUSTED, QUEUE_FULL,
-    COMPUTE_FAILED, NON_FINITE, BAD_SHAPE, BAD_DTYPE, BAD_ROWS, BAD_PART, BAD_REQUEST, LENGTH_EXCEEDED, DRAINING.
+    COMPUTE_FAILED, NON_FINITE, NON_FINITE_INPUT, BAD_SHAPE, BAD_DTYPE, BAD_ROWS, BAD_PART, BAD_REQUEST,
+    LENGTH_EXCEEDED, DRAINING.
     """
     message: _builtins.str
     """For a person, with the limit in it."""

@@ -245,7 +245,7 @@ class WatchServersResponse(_message.Message):
     PUT_FIELD_NUMBER: _builtins.int
     REMOVED_SERVER_ID_FIELD_NUMBER: _builtins.int
     revision: _builtins.int
-    """The revision after this event."""
+    """The revision after this event; 0 while more pieces of a snapshot follow."""
     instance_id: _builtins.str
     """The registry instance."""
     removed_server_id: _builtins.str

@@ -466,7 +466,7 @@ async def until_not_cancelled(run_once):
     countdown = 1
     while await run_once(countdown):
         countdown += 1
-    assert countdown > 20
+    assert countdown > 10
     return countdown
 
 
