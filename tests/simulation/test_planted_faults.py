@@ -1,4 +1,4 @@
-"""The checker is trusted only since it finds bugs that were put there: each within NUM_SEEDS of the campaign.
+"""The checker is trusted only since it finds bugs that were put there: each within NUM_SEEDS of the campaign, mostly within ten.
 
 Every plant is a bug that somebody has made or might make. Without a plant the same seeds find nothing.
 """
@@ -17,7 +17,7 @@ from petals_async.core.replay import ReplayLog
 from petals_async.server.session_table import SessionTable
 from petals_async.testing.campaign import run_seed
 
-NUM_SEEDS = 60
+NUM_SEEDS = 300
 
 
 @pytest.fixture(autouse=True)
@@ -211,4 +211,5 @@ def test_the_obvious_repair_of_587_gives_wrong_tokens(monkeypatch):
 
 
 def test_nothing_is_found_where_nothing_was_planted():
-    assert first_finding() is None
+    """test_fault_plans.py runs the same seeds, and more."""
+    assert not [outcome for outcome in map(run_seed, range(20)) if outcome.problem]
