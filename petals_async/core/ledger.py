@@ -21,7 +21,6 @@ from dataclasses import dataclass
 
 from petals_async.core.messages import Refused, Result
 
-
 MAX_KEPT_BYTES = 32 * 1024**2
 """Bytes of outputs in one session's kept replies; of larger ones only the last is kept."""
 
@@ -52,6 +51,7 @@ class StepLedger:
     def __init__(self, *, max_kept_replies: int, position: int = 0) -> None:
         self._max_kept_replies = max_kept_replies
         self._replies: OrderedDict[int, Result] = OrderedDict()
+        self._kept_bytes = 0
         self._permuted_at: int | None = None
         self._evicted = False
         self.position = position
@@ -91,12 +91,13 @@ class StepLedger:
             self._permuted_at = None
         self._evicted = False
         self._replies[reply.step_id] = reply
-        while len(self._replies) > self._max_kept_replies or self._too_many_bytes():
-            self._replies.popitem(last=False)
+        self._kept_bytes += len(reply.data or b"")
+        while len(self._replies) > 1 and self._keeps_too_much():
+            _, oldest = self._replies.popitem(last=False)
+            self._kept_bytes -= len(oldest.data or b"")
 
-    def _too_many_bytes(self) -> bool:
-        kept = sum(len(reply.data or b"") for reply in self._replies.values())
-        return kept > MAX_KEPT_BYTES and len(self._replies) > 1
+    def _keeps_too_much(self) -> bool:
+        return len(self._replies) > self._max_kept_replies or self._kept_bytes > MAX_KEPT_BYTES
 
     def fork(self, max_tokens: int) -> StepLedger:
         """Return the ledger of a session that begins with this one's first tokens, at most `max_tokens`.

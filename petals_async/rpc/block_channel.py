@@ -11,14 +11,10 @@ import grpc
 from petals_async.core.messages import ClientMessage, ServerMessage
 from petals_async.core.server_info import ServerInfo, SessionInfo
 from petals_async.errors import PetalsAsyncError, RemoteProtocolError, RequestError
-from petals_async.rpc.codec import (
-    request_to_proto,
-    response_from_proto,
-    server_info_from_proto,
-    session_info_from_proto,
-)
 from petals_async.rpc.guard import RpcOverError, guarded
+from petals_async.rpc.info_codec import server_info_from_proto, session_info_from_proto
 from petals_async.rpc.options import CHANNEL_OPTIONS
+from petals_async.rpc.session_codec import request_to_proto, response_from_proto
 from petals_async.rpc.status import error_from, stream_over
 from petals_async.v1 import block_service_pb2 as pb
 from petals_async.v1 import block_service_pb2_grpc as pb_grpc

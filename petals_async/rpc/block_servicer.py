@@ -16,13 +16,9 @@ import grpc
 from petals_async.abc import BlockService
 from petals_async.core.messages import ClientMessage, ServerMessage
 from petals_async.errors import PetalsAsyncError, RequestError, ServerUnavailableError
-from petals_async.rpc.codec import (
-    request_from_proto,
-    response_to_proto,
-    server_info_to_proto,
-    session_info_to_proto,
-)
 from petals_async.rpc.guard import RpcOverError, guarded
+from petals_async.rpc.info_codec import server_info_to_proto, session_info_to_proto
+from petals_async.rpc.session_codec import request_from_proto, response_to_proto
 from petals_async.rpc.status import abort_with
 from petals_async.v1 import block_service_pb2 as pb
 from petals_async.v1 import block_service_pb2_grpc as pb_grpc

@@ -20,9 +20,10 @@ from petals_async.core.lease import (
 )
 from petals_async.core.server_info import ServerInfo
 from petals_async.errors import AuthError, PetalsAsyncError, RegistryUnavailableError, RequestError
-from petals_async.rpc.codec import duration, server_info_from_proto, server_info_to_proto
 from petals_async.rpc.guard import RpcOverError, guarded
+from petals_async.rpc.info_codec import server_info_from_proto, server_info_to_proto
 from petals_async.rpc.options import CHANNEL_OPTIONS
+from petals_async.rpc.scalars import duration
 from petals_async.rpc.status import error_from
 from petals_async.v1 import registry_service_pb2 as pb
 from petals_async.v1 import registry_service_pb2_grpc as pb_grpc

@@ -27,8 +27,9 @@ from petals_async.core.lease import (
 )
 from petals_async.core.server_info import ServerInfo
 from petals_async.errors import PetalsAsyncError, RequestError
-from petals_async.rpc.codec import seconds, server_info_from_proto, server_info_to_proto
 from petals_async.rpc.guard import guarded
+from petals_async.rpc.info_codec import server_info_from_proto, server_info_to_proto
+from petals_async.rpc.scalars import seconds
 from petals_async.rpc.server import serve_grpc
 from petals_async.rpc.status import abort_with
 from petals_async.v1 import registry_service_pb2 as pb

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import anyio
 
@@ -54,19 +54,17 @@ class _Pending:
     data: bytes | None = None
     error: PetalsAsyncError | None = None
     state: StepState = StepState.RECEIVING
-    arrived: anyio.Event = field(default_factory=anyio.Event)
+    arrived: bool = False
 
     @property
     def num_bytes(self) -> int:
         return len(self.data) if self.data is not None else 0
 
     def fail(self, error: PetalsAsyncError) -> None:
-        self.error, self.data, self.assembler = error, None, None
-        self.arrived.set()
+        self.error, self.data, self.assembler, self.arrived = error, None, None, True
 
     def finish(self, data: bytes | None) -> None:
-        self.data, self.assembler, self.state = data, None, StepState.QUEUED
-        self.arrived.set()
+        self.data, self.assembler, self.state, self.arrived = data, None, StepState.QUEUED, True
 
 
 class SessionHandler:
@@ -184,12 +182,14 @@ class SessionHandler:
         assembler.add(part)
         if assembler.complete:
             pending.finish(assembler.join())
+            self._work.set()
 
     def _break_off(self, pending: _Pending, error: PetalsAsyncError) -> None:
         """Give up a step whose parts are still arriving."""
         if pending.assembler is not None:
             self._receive_budget.give_back(pending.assembler.received_bytes)
             pending.fail(error)
+            self._work.set()
 
     def _too_many(self, step: Step) -> Refused:
         limit = self._server.limits.max_in_flight_steps
@@ -201,12 +201,10 @@ class SessionHandler:
 
     async def _answer_all(self) -> None:
         while True:
-            while not self._pending:
+            while not (self._pending and self._pending[0].arrived):
                 self._work = anyio.Event()
                 await self._work.wait()
             pending = self._pending[0]
-            if not pending.arrived.is_set():
-                await pending.arrived.wait()
             reply = await self._answer(pending)
             self._pending.popleft()
             self._forget(pending)
@@ -231,7 +229,8 @@ class SessionHandler:
             if pending.error is not None:
                 return self._refuse(step, pending.error)
             try:
-                await self._table.ensure_memory(session)
+                if session.cache is None:
+                    await self._table.ensure_memory(session)
                 pending.state = StepState.RUNNING
                 with anyio.CancelScope(shield=True):
                     reply = await self._compute(pending)

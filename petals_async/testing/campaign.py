@@ -106,6 +106,7 @@ class Run:
         names = [node.name for node in self._nodes]
         self.plan = FaultPlan.random(seed, names, num_tokens=24, max_faults=MAX_FAULTS_A_RUN)
         self._share_client = self._draw.random() < 0.5
+        self._settled = self._draw.random() < 0.5
         self._chunk_tokens = self._draw.choice([2, 4, 64])
         self._traffic = [self._draw_traffic(number) for number in range(self._draw.randint(1, MAX_SESSIONS))]
         self._num_recoveries = 0
@@ -162,7 +163,7 @@ class Run:
         )
 
     async def _use(self, swarm: MemorySwarm) -> None:
-        async with swarm.client() as client, open_tasks() as tasks:
+        async with swarm.client(settled=self._settled) as client, open_tasks() as tasks:
             for traffic in self._traffic:
                 tasks.start_soon(self._run_session, swarm, client if self._share_client else None, traffic)
         await self._settle(swarm)

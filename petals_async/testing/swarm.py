@@ -291,10 +291,22 @@ class MemorySwarm:
     # -- clients
 
     @asynccontextmanager
-    async def client(self, name: str = "client", dtype: str = "float32") -> AsyncIterator[Swarm]:
-        """Open a client's picture of the swarm; sessions are opened over it."""
+    async def client(
+        self, name: str = "client", dtype: str = "float32", *, settled: bool = True
+    ) -> AsyncIterator[Swarm]:
+        """Open a client's picture of the swarm; sessions are opened over it.
+
+        Args:
+            name: For faults and traces.
+            dtype: Only nodes that compute in this dtype count.
+            settled: Whether to wait until the client knows all nodes that live now, so that its routes don't hang on
+                who happened to announce itself first.
+        """
         connector = self.network.connector(name)
         async with open_swarm(self.registry, connector, model_fingerprint=self.model.fingerprint, dtype=dtype) as swarm:
+            if settled:
+                with anyio.move_on_after(self._ttl_s):
+                    await self.seen_by(swarm)
             yield swarm
 
     async def seen_by(self, client: Swarm) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 from petals_async.errors import ConfigurationError
@@ -10,11 +11,29 @@ from petals_async.errors import ConfigurationError
 T = TypeVar("T")
 
 
-def run_in_virtual_time(function: Callable[..., Awaitable[T]], *args: Any, seed: int = 0) -> T:
-    """Run a function to its end, and return its result.
+@contextmanager
+def fixed_task_order(seed: int) -> Iterator[None]:
+    """Let trio draw the order in which tasks that are ready take their turns from a seed.
 
-    The order in which tasks that are ready take their turns is drawn from the seed, so that the same seed gives the
-    same run, and another seed another interleaving.
+    Raises:
+        ConfigurationError: trio is not installed.
+    """
+    try:
+        import trio._core._run as scheduler
+    except ImportError as error:
+        raise ConfigurationError("virtual time needs trio: pip install trio") from error
+    before = scheduler._ALLOW_DETERMINISTIC_SCHEDULING
+    # As pytest-trio does it for Hypothesis.
+    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
+    scheduler._r.seed(seed)
+    try:
+        yield
+    finally:
+        scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before  # type: ignore[misc]
+
+
+def run_in_virtual_time(function: Callable[..., Awaitable[T]], *args: Any, seed: int = 0) -> T:
+    """Run a function to its end, and return its result; the same seed gives the same run.
 
     Args:
         function: What to run; nothing in it may wait on a thread.
@@ -24,17 +43,8 @@ def run_in_virtual_time(function: Callable[..., Awaitable[T]], *args: Any, seed:
     Raises:
         ConfigurationError: trio is not installed.
     """
-    try:
+    with fixed_task_order(seed):
         import trio
-        import trio._core._run as scheduler
         from trio.testing import MockClock
-    except ImportError as error:
-        raise ConfigurationError("virtual time needs trio: pip install trio") from error
-    before = scheduler._ALLOW_DETERMINISTIC_SCHEDULING
-    # Hypothesis sets it as well, by way of pytest-trio.
-    scheduler._ALLOW_DETERMINISTIC_SCHEDULING = True  # type: ignore[misc]
-    scheduler._r.seed(seed)
-    try:
+
         return trio.run(function, *args, clock=MockClock(autojump_threshold=0))
-    finally:
-        scheduler._ALLOW_DETERMINISTIC_SCHEDULING = before  # type: ignore[misc]

@@ -7,7 +7,7 @@ from server_records import make_server
 
 from petals_async.core.lease import RegistrySnapshot, ServerRemoved, WatchCursor
 from petals_async.errors import RegistryUnavailableError
-from petals_async.rpc.codec import server_info_to_proto
+from petals_async.rpc.info_codec import server_info_to_proto
 from petals_async.rpc.registry_client import CALL_TIMEOUT_S, GrpcRegistry
 from petals_async.v1 import registry_service_pb2 as pb
 from petals_async.v1 import registry_service_pb2_grpc as pb_grpc

@@ -8,7 +8,7 @@ from grpc_reflection.v1alpha import reflection_pb2, reflection_pb2_grpc
 from server_records import make_server
 
 from petals_async.registry.memory import MemoryRegistry
-from petals_async.rpc.codec import server_info_to_proto
+from petals_async.rpc.info_codec import server_info_to_proto
 from petals_async.rpc.registry_servicer import MAX_PIECE_BYTES, SERVICE_NAME, serve_registry
 from petals_async.v1 import registry_service_pb2 as pb
 from petals_async.v1 import registry_service_pb2_grpc as pb_grpc

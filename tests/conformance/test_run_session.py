@@ -12,8 +12,17 @@ from petals_async.errors import ConfigurationError, RemoteProtocolError, Request
 from petals_async.rpc.block_channel import GrpcConnector
 from petals_async.rpc.block_servicer import BlockServicer
 from petals_async.rpc.server import BLOCK_SERVICE, serve_blocks
-from petals_async.testing import conformance
-from petals_async.testing.conformance import CHECKS, ConformanceError, NotOfferedError, Target, handle_of
+from petals_async.testing.conformance import (
+    CHECKS,
+    FAMILIES,
+    ConformanceError,
+    NotOfferedError,
+    Target,
+    handle_of,
+    memory_checks,
+    step_checks,
+)
+from petals_async.testing.conformance.wire import open_bench
 from petals_async.v1 import block_service_pb2 as pb
 from petals_async.v1 import block_service_pb2_grpc as pb_grpc
 
@@ -66,24 +75,24 @@ async def test_conformance(check, target, served):
 
 async def test_checks_without_a_reference_compare_with_a_fresh_session(target):
     plain = Target(target.connector, target.address)
-    await conformance.check_rollback(plain)
-    await conformance.check_row_permutations(plain)
+    await step_checks.check_rollback(plain)
+    await step_checks.check_row_permutations(plain)
     with pytest.raises(NotOfferedError, match="evict"):
-        await conformance.check_evicted(plain)
+        await memory_checks.check_evicted(plain)
 
 
 async def test_a_wrong_output_is_found(target):
     wrong = Target(target.connector, target.address, reference=lambda hidden, span: hidden)
     with pytest.raises(ConformanceError, match="wrong outputs"):
-        await conformance.check_steps_in_order(wrong)
+        await step_checks.check_steps_in_order(wrong)
 
 
 @pytest.mark.parametrize(
     ("name", "replacement", "found_by"),
     [
-        ("_needs_old_rows", lambda self, token_offset: False, conformance.check_rows_changed),
-        ("drop_to", lambda self, position: None, conformance.check_evicted),
-        ("fork", lambda self, max_tokens: type(self)(max_kept_replies=4), conformance.check_fork),
+        ("_needs_old_rows", lambda self, token_offset: False, step_checks.check_rows_changed),
+        ("drop_to", lambda self, position: None, memory_checks.check_evicted),
+        ("fork", lambda self, max_tokens: type(self)(max_kept_replies=4), memory_checks.check_fork),
     ],
 )
 async def test_a_broken_rule_is_found(target, monkeypatch, name, replacement, found_by):
@@ -96,13 +105,13 @@ async def test_every_rule_has_a_check():
     documented = {check.__doc__.partition(":")[0] for check in CHECKS}
     for rule in range(1, 12):
         assert any(str(rule) in words.replace(",", " ").split() for words in documented), f"rule {rule}"
-    assert len(CHECKS) == len({name for name in dir(conformance) if name.startswith("check_")})
+    assert len(CHECKS) == len({name for family in FAMILIES for name in vars(family) if name.startswith("check_")})
 
 
 @only_grpc
 async def test_an_error_that_is_none_of_ours_ends_the_stream(target, served):
     served.worker.failure = ZeroDivisionError("a bug of the backend")
-    async with conformance._bench(target) as bench, bench.session() as wire:
+    async with open_bench(target) as bench, bench.session() as wire:
         await wire.post(1, 0, wire.states(1))
         await wire.over(RemoteProtocolError)
 
@@ -131,7 +140,7 @@ async def test_a_half_close_without_a_message(target):
 
 @only_grpc
 async def test_get_session(target):
-    async with conformance._bench(target) as bench, bench.session() as wire:
+    async with open_bench(target) as bench, bench.session() as wire:
         await wire.step(0, wire.states(3))
         async with grpc.aio.insecure_channel(target.address) as channel:
             stub = pb_grpc.BlockServiceStub(channel)
@@ -146,7 +155,7 @@ async def test_get_session(target):
 
 @only_grpc
 async def test_pages_of_sessions(target):
-    async with conformance._bench(target) as bench, anyio.create_task_group() as tasks:
+    async with open_bench(target) as bench, anyio.create_task_group() as tasks:
         opened, stop = [], anyio.Event()
 
         async def hold(*, task_status):
@@ -220,7 +229,7 @@ async def test_stopping_ends_idle_streams_within_its_bound(served):
     servicer.service = served.host
     async with serve_blocks(servicer, "127.0.0.1", 0) as server:
         target = served.target(GrpcConnector(), f"127.0.0.1:{server.port}")
-        async with conformance._bench(target) as bench, bench.session() as wire:
+        async with open_bench(target) as bench, bench.session() as wire:
             with anyio.fail_after(1.5):
                 await server.stop(0.05)
             await wire.over(ServerUnavailableError)
@@ -229,7 +238,7 @@ async def test_stopping_ends_idle_streams_within_its_bound(served):
 
 @pytest.mark.parametrize("transport", ["memory-virtual"], indirect=True)
 async def test_a_stream_that_never_opens_is_ended(target):
-    async with conformance._bench(target) as bench, bench.stream(bench.opening()) as wire:
+    async with open_bench(target) as bench, bench.stream(bench.opening()) as wire:
         with anyio.fail_after(11.0), pytest.raises(RequestError, match="begins with `open`, within 10 s"):
             await wire.stream.receive()
 
@@ -237,8 +246,8 @@ async def test_a_stream_that_never_opens_is_ended(target):
 @pytest.mark.parametrize("transport", ["memory-virtual"], indirect=True)
 async def test_two_sessions_that_do_not_fit_together_take_turns(target):
     """Rule 8: the one that waits sees progress, and runs when the other's protection is over; neither starves."""
-    async with conformance._bench(target) as bench:
-        rows, tokens = conformance._more_than_half(bench)
+    async with open_bench(target) as bench:
+        rows, tokens = memory_checks.more_than_half(bench)
         async with bench.session(batch_size=rows, max_tokens=tokens) as one:
             await one.step(0, one.states(2))
             await anyio.sleep(1.5)
@@ -258,8 +267,8 @@ async def test_two_sessions_that_do_not_fit_together_take_turns(target):
 
 @pytest.mark.parametrize("transport", ["memory-virtual"], indirect=True)
 async def test_a_step_that_finds_no_memory_is_refused_in_the_end(target, served):
-    async with conformance._bench(target) as bench:
-        rows, tokens = conformance._more_than_half(bench)
+    async with open_bench(target) as bench:
+        rows, tokens = memory_checks.more_than_half(bench)
         async with bench.session(batch_size=rows, max_tokens=tokens) as one:
             await one.step(0, one.states(1))
             await anyio.sleep(1.5)
@@ -276,7 +285,7 @@ async def test_a_step_that_finds_no_memory_is_refused_in_the_end(target, served)
 
 @pytest.mark.parametrize("transport", ["memory-virtual"], indirect=True)
 async def test_leases_run_out_by_themselves(target, served):
-    async with conformance._bench(target) as bench:
+    async with open_bench(target) as bench:
         async with bench.session() as wire:
             await wire.step(0, wire.states(1))
         await bench.until_left(wire.session_id)

@@ -317,7 +317,7 @@ async def test_nothing_is_left_when_up_is_killed(tiny_model):
 
 async def wait_until_gone(pids):
     with anyio.fail_after(END_S):
-        while any(is_alive(pid) for pid in pids):
+        while any(is_alive(pid) for pid in pids):  # noqa: ASYNC110 - other processes tell nobody
             await anyio.sleep(0.05)
 
 

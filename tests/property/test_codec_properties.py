@@ -21,7 +21,7 @@ from petals_async.core.messages import (
 from petals_async.core.server_info import Limits, ServerInfo, ServerState, SessionInfo
 from petals_async.core.span import Span
 from petals_async.errors import RemoteProtocolError, RequestError
-from petals_async.rpc import codec
+from petals_async.rpc import info_codec, scalars, session_codec
 from petals_async.v1 import block_service_pb2 as pb
 from petals_async.v1 import server_info_pb2 as info_pb
 
@@ -106,12 +106,12 @@ def through(message):
 
 @given(st.one_of(steps, opens, parts, st.just(CloseSession())))
 def test_client_messages(message):
-    assert codec.request_from_proto(through(codec.request_to_proto(message))) == message
+    assert session_codec.request_from_proto(through(session_codec.request_to_proto(message))) == message
 
 
 @given(responses)
 def test_server_messages(message):
-    back = codec.response_from_proto(through(codec.response_to_proto(message)))
+    back = session_codec.response_from_proto(through(session_codec.response_to_proto(message)))
     assert type(back) is type(message)
     for name in message.__slots__:
         got, wanted = getattr(back, name), getattr(message, name)
@@ -120,13 +120,13 @@ def test_server_messages(message):
 
 @given(infos)
 def test_server_records(info):
-    assert codec.server_info_from_proto(through(codec.server_info_to_proto(info))) == info
+    assert info_codec.server_info_from_proto(through(info_codec.server_info_to_proto(info))) == info
 
 
 @settings(max_examples=50)
 @given(session_infos)
 def test_held_sessions(info):
-    back = codec.session_info_from_proto(through(codec.session_info_to_proto(info)))
+    back = info_codec.session_info_from_proto(through(info_codec.session_info_to_proto(info)))
     assert (back.age_s, back.idle_s) == (pytest.approx(info.age_s), pytest.approx(info.idle_s))
     for name in set(info.__slots__) - {"age_s", "idle_s"}:
         assert getattr(back, name) == getattr(info, name)
@@ -134,49 +134,51 @@ def test_held_sessions(info):
 
 @given(st.integers(0, 2**40))
 def test_durations_have_sound_nanos(nanos):
-    message = codec.duration(nanos / 1e9)
+    message = scalars.duration(nanos / 1e9)
     assert 0 <= message.nanos < 10**9
-    assert codec.seconds(message) == pytest.approx(nanos / 1e9, abs=1e-9)
+    assert scalars.seconds(message) == pytest.approx(nanos / 1e9, abs=1e-9)
 
 
 @pytest.mark.parametrize("data", [b"", b"\xfa\x01\x02ab"])  # nothing; and field 31, of a newer version
 def test_messages_that_are_none(data):
     with pytest.raises(RequestError, match="one of open, step, part, close"):
-        codec.request_from_proto(pb.RunSessionRequest.FromString(data))
+        session_codec.request_from_proto(pb.RunSessionRequest.FromString(data))
     with pytest.raises(RemoteProtocolError, match="unknown kind"):
-        codec.response_from_proto(pb.RunSessionResponse.FromString(data))
+        session_codec.response_from_proto(pb.RunSessionResponse.FromString(data))
 
 
 def test_empty_messages_of_each_kind():
     """Everything left out: it becomes a value that the checks refuse, or an error; never a crash."""
-    step = codec.request_from_proto(pb.RunSessionRequest(step=pb.Step()))
+    step = session_codec.request_from_proto(pb.RunSessionRequest(step=pb.Step()))
     assert step == Step(0, 0, 0)
-    assert codec.request_from_proto(pb.RunSessionRequest(close=pb.CloseStream())) == CloseSession()
+    assert session_codec.request_from_proto(pb.RunSessionRequest(close=pb.CloseStream())) == CloseSession()
     with pytest.raises(RequestError) as caught:
-        codec.request_from_proto(pb.RunSessionRequest(open=pb.OpenSession()))
+        session_codec.request_from_proto(pb.RunSessionRequest(open=pb.OpenSession()))
     assert caught.value.reason == "BAD_SPAN"
-    assert codec.response_from_proto(pb.RunSessionResponse(opened=pb.SessionOpened())) == Opened(0, 0, 0.0, 0.0)
-    assert codec.response_from_proto(pb.RunSessionResponse(result=pb.StepResult())) == Result(0, 0, 0)
-    assert codec.response_from_proto(pb.RunSessionResponse(refused=pb.StepRefused())) == Refused(0, "", "", 0, 0)
-    assert codec.response_from_proto(pb.RunSessionResponse(draining=pb.ServerDraining())) == Draining(0.0)
+    assert session_codec.response_from_proto(pb.RunSessionResponse(opened=pb.SessionOpened())) == Opened(0, 0, 0.0, 0.0)
+    assert session_codec.response_from_proto(pb.RunSessionResponse(result=pb.StepResult())) == Result(0, 0, 0)
+    assert session_codec.response_from_proto(pb.RunSessionResponse(refused=pb.StepRefused())) == Refused(
+        0, "", "", 0, 0
+    )
+    assert session_codec.response_from_proto(pb.RunSessionResponse(draining=pb.ServerDraining())) == Draining(0.0)
 
 
 def test_unknown_numbers_of_enums():
     message = pb.RunSessionRequest(step=pb.Step(step_id=1, num_tokens=1))
     message.step.hidden_states.data_type = 77
-    assert codec.request_from_proto(message).tensor == TensorSpec("unknown(77)", ())
+    assert session_codec.request_from_proto(message).tensor == TensorSpec("unknown(77)", ())
     with pytest.raises(RequestError):
-        _ = codec.request_from_proto(message).tensor.num_bytes
+        _ = session_codec.request_from_proto(message).tensor.num_bytes
     record = info_pb.ServerInfo(server_id="x", span=info_pb.Span(start=0, end=1))
     for state in (0, 77):
         record.state = state
         with pytest.raises(RequestError, match=f"unknown state {state}"):
-            codec.server_info_from_proto(record)
+            info_codec.server_info_from_proto(record)
     progress = pb.RunSessionResponse(progress=pb.StepProgress(step_id=3, state=77))
-    assert codec.response_from_proto(progress) == Progress(3, StepState.QUEUED)
+    assert session_codec.response_from_proto(progress) == Progress(3, StepState.QUEUED)
 
 
 def test_absent_and_empty_are_told_apart():
     spec = TensorSpec("float32", (1, 0, 2))
     for step in (Step(1, 0, 0, spec, b""), Step(1, 0, 0, spec, None), Step(1, 0, 0), Step(1, 0, 0, num_outputs=0)):
-        assert codec.request_from_proto(through(codec.request_to_proto(step))) == step
+        assert session_codec.request_from_proto(through(session_codec.request_to_proto(step))) == step

@@ -154,7 +154,6 @@ async def run_case(case, model, plan):
     nodes = [replace(node, step_s=0.0) for node in case.nodes()]  # time of its own would only cost real time here
     async with MemorySwarm(nodes, model=model.spec, backend=model.backend, plan=plan, latency_s=0.0) as swarm:
         async with swarm.client(dtype=case.dtype) as client, open_tasks() as tasks:
-            await swarm.seen_by(client)
             for number, rows in enumerate(PROMPTS[case.prompts]):
                 tasks.start_soon(run, number, rows)
         await anyio.sleep(0.6)

@@ -33,7 +33,7 @@ def test_the_same_seed_gives_the_same_trace():
     for seed in (7, 11, 23, 42):
         first, second = run_seed(seed), run_seed(seed)
         assert first == second
-        assert len(first.trace) > 50
+        assert len(first.trace) > 10
     assert run_seed(7).trace != run_seed(8).trace
 
 

@@ -14,6 +14,8 @@ from virtual import (
     expected,
     feed,
     generate,
+    roll_back_in_a_hole_that_two_fill,
+    step_rows,
     with_spares,
 )
 
@@ -167,17 +169,6 @@ async def test_rollback_then_kill(killed):
         assert toy_vectors(outputs)[0] == toy_reference([*range(5), 40, 41], NUM_BLOCKS)[5:]
 
 
-async def step_rows(session, histories, new, rows=None):
-    """Run one token for each row, on rows that go on from others; check the outputs; return the new histories."""
-    if rows is not None:
-        histories = [histories[row] for row in rows]
-    histories = [[*history, token] for history, token in zip(histories, new, strict=True)]
-    outputs = await session.step(EDGES.embed_rows([[token] for token in new]), row_indices=rows or ())
-    got = [row[-1] for row in toy_vectors(outputs)]
-    assert got == [toy_reference(history, NUM_BLOCKS)[-1] for history in histories]
-    return histories
-
-
 @pytest.mark.parametrize("disturb", ["nothing", "kill", "evict", "kill twice"])
 async def test_permuted_rows(disturb):
     async with MemorySwarm(with_spares(respawn_s=1.0)) as swarm, swarm.session(batch_size=3) as session:
@@ -210,23 +201,7 @@ async def test_rollback_behind_a_permutation(lost):
 
 @pytest.mark.parametrize("position", [1, 2, 3, 4])
 async def test_rollback_behind_a_permutation_in_a_hole_that_two_fill(position):
-    """The second one's log was made by the replay, with gathered rows: nothing in it tells their old order."""
-    nodes = [*three_nodes(), NodeSpec("d", "2:3"), NodeSpec("e", "3:4")]
-    async with MemorySwarm(nodes) as swarm:
-        async with swarm.session(batch_size=2) as session:
-            versions = [[[], []]]
-            for number, rows in enumerate([None, None, (0, 0), None, (1, 0)]):
-                if number == 4:
-                    swarm.kill("b")
-                versions.append(await step_rows(session, versions[-1], [number, number + 10], rows))
-            await session.rollback(position)
-            histories = await step_rows(session, versions[position], [20, 21])
-            swarm.evict("e")
-            histories = await step_rows(session, histories, [22, 23], (1, 1))
-            swarm.kill("d")
-            swarm.add(NodeSpec("f", "2:3"))
-            await step_rows(session, histories, [24, 25])
-        await assert_all_free(swarm)
+    await roll_back_in_a_hole_that_two_fill(position)
 
 
 async def test_two_segments_fill_one_hole():

@@ -4,7 +4,7 @@ import anyio
 import trio
 
 from petals_async.testing.swarm import MemorySwarm, NodeSpec, three_nodes
-from petals_async.testing.toy import ToyEdges, toy_generate
+from petals_async.testing.toy import ToyEdges, toy_generate, toy_reference, toy_vectors
 
 NUM_BLOCKS = 6
 EDGES = ToyEdges(NUM_BLOCKS)
@@ -38,6 +38,37 @@ def with_spares(**fields):
     """Three nodes, and one more of each kind: more costly, so that the route at the start is a, b, c."""
     spares = [NodeSpec(f"{node.name}2", node.blocks, **fields) for node in three_nodes(NUM_BLOCKS)]
     return [*three_nodes(NUM_BLOCKS, **fields), *spares]
+
+
+async def step_rows(session, histories, new, rows=None):
+    """Run one token for each row, on rows that go on from others; check the outputs; return the new histories."""
+    if rows is not None:
+        histories = [histories[row] for row in rows]
+    histories = [[*history, token] for history, token in zip(histories, new, strict=True)]
+    outputs = await session.step(EDGES.embed_rows([[token] for token in new]), row_indices=rows or ())
+    got = [row[-1] for row in toy_vectors(outputs)]
+    assert got == [toy_reference(history, NUM_BLOCKS)[-1] for history in histories]
+    return histories
+
+
+async def roll_back_in_a_hole_that_two_fill(position):
+    """The second one's log was made by a replay, with gathered rows: nothing in it tells their old order."""
+    nodes = [*three_nodes(), NodeSpec("d", "2:3"), NodeSpec("e", "3:4")]
+    async with MemorySwarm(nodes) as swarm:
+        async with swarm.session(batch_size=2) as session:
+            versions = [[[], []]]
+            for number, rows in enumerate([None, None, (0, 0), None, (1, 0)]):
+                if number == 4:
+                    swarm.kill("b")
+                versions.append(await step_rows(session, versions[-1], [number, number + 10], rows))
+            await session.rollback(position)
+            histories = await step_rows(session, versions[position], [20, 21])
+            swarm.evict("e")
+            histories = await step_rows(session, histories, [22, 23], (1, 1))
+            swarm.kill("d")
+            swarm.add(NodeSpec("f", "2:3"))
+            await step_rows(session, histories, [24, 25])
+        await assert_all_free(swarm)
 
 
 async def assert_all_free(swarm: MemorySwarm, *, after_s=SETTLE_S):
