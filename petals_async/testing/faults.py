@@ -139,8 +139,8 @@ class FaultPlan:
 
 
 def _random_fault(draw: random.Random, nodes: Sequence[str], num_tokens: int) -> Fault:
-    moment = draw.choice(list(Moment))
-    kind = draw.choice([kind for kind in FaultKind if makes_sense(moment, kind)])
+    kind = draw.choice([kind for kind in FaultKind if kind is not FaultKind.CONTINUE])
+    moment = draw.choice([moment for moment in Moment if makes_sense(moment, kind)])
     seconds = round(draw.choice([0.05, 0.6, 2.0, MAX_SECONDS]) * draw.uniform(0.5, 1.0), 3)
     return Fault(moment, draw.randrange(num_tokens), draw.choice(list(nodes)), kind, seconds)
 

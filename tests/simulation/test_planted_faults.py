@@ -4,7 +4,7 @@ Every plant is a bug that somebody has made or might make. Without a plant the s
 """
 
 import pytest
-from virtual import roll_back_in_a_hole_that_two_fill
+from virtual import roll_back_behind_a_permutation, roll_back_in_a_hole_that_two_fill
 
 from petals_async.client import link as link_module
 from petals_async.client import route as route_module
@@ -188,7 +188,6 @@ PLANTS = [
     replies_are_matched_by_order,
     permutation_is_applied_twice,
     permutations_are_composed_backwards,
-    gathered_rows_are_forgotten,
     rows_are_not_given_back,
     rollback_leaves_the_logs,
     position_moves_before_the_call_succeeds,
@@ -211,11 +210,19 @@ def test_the_obvious_repair_of_587_gives_wrong_tokens(monkeypatch):
     assert any("is wrong from token" in run_seed(seed).problem for seed in range(20))
 
 
-def test_a_bug_that_is_rare_in_the_campaign_has_a_test_of_its_own(monkeypatch):
-    """About one seed in two hundred finds it."""
-    logs_made_by_a_replay_forget_that_rows_were_gathered(monkeypatch)
+RARE = [
+    (gathered_rows_are_forgotten, roll_back_behind_a_permutation, "before"),
+    (logs_made_by_a_replay_forget_that_rows_were_gathered, roll_back_in_a_hole_that_two_fill, 2),
+]
+"""What only one seed in a hundred finds has a test of its own."""
+
+
+@pytest.mark.parametrize(("plant", "scenario", "argument"), RARE, ids=lambda value: getattr(value, "__name__", ""))
+def test_rare_planted_bug_is_found(plant, scenario, argument, monkeypatch):
+    run_in_virtual_time(scenario, argument)
+    plant(monkeypatch)
     with pytest.raises(AssertionError):
-        run_in_virtual_time(roll_back_in_a_hole_that_two_fill, 2)
+        run_in_virtual_time(scenario, argument)
 
 
 def test_nothing_is_found_where_nothing_was_planted():

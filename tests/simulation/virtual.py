@@ -51,6 +51,22 @@ async def step_rows(session, histories, new, rows=None):
     return histories
 
 
+async def roll_back_behind_a_permutation(lost):
+    """The rows have their old order again, also where a replacement was filled with rows in the new one."""
+    async with MemorySwarm(with_spares()) as swarm, swarm.session(batch_size=2) as session:
+        histories = await step_rows(session, [[], []], [1, 2])
+        histories = old = await step_rows(session, histories, [3, 4])
+        histories = await step_rows(session, histories, [5, 6], (1, 0))
+        if lost == "before":
+            swarm.kill(session.route[1][1].name)
+        histories = await step_rows(session, histories, [7, 8])
+        if lost == "after":
+            swarm.kill(session.route[1][1].name)
+        await session.rollback(2)
+        histories = await step_rows(session, old, [9, 10])
+        await step_rows(session, histories, [11, 12])
+
+
 async def roll_back_in_a_hole_that_two_fill(position):
     """The second one's log was made by a replay, with gathered rows: nothing in it tells their old order."""
     nodes = [*three_nodes(), NodeSpec("d", "2:3"), NodeSpec("e", "3:4")]
