@@ -72,7 +72,7 @@ async def from_nothing(figures: dict[str, list[float]]) -> None:
     port = free_port()
     command = [
         sys.executable, "-m", "petals_async", "serve", "demo", "--blocks", BLOCKS, "--threads", "1",
-        "--listen", f"127.0.0.1:{port}", "--registry", "127.0.0.1:9",
+        "--listen", f"127.0.0.1:{port}",
     ]  # fmt: skip
     started_at = time.perf_counter()
     async with await anyio.open_process(command) as process:

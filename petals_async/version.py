@@ -1,8 +1,3 @@
-"""The version of this library, from its installed metadata."""
+"""The version of this library; the package's metadata is made from it."""
 
-from importlib.metadata import PackageNotFoundError, version
-
-try:
-    __version__ = version("petals-async")
-except PackageNotFoundError:  # a source tree that was never installed
-    __version__ = "0.0.0"
+__version__ = "0.1.0"
