@@ -170,8 +170,8 @@ class Router:
         try:
             segments = await self._open_all(search, legs)
             for segment in segments:
-                first = not links and log is not None
-                links.append(Link(segment.span, segment, log if first and log else self._new_log()))
+                own = log if log is not None and not links else ReplayLog(self._log_budget)
+                links.append(Link(segment.span, segment, own))
             if end:
                 await self._fill(search, links, end)
             for link in links:
@@ -185,9 +185,6 @@ class Router:
                     link.log.close()
             raise
         return links
-
-    def _new_log(self) -> ReplayLog:
-        return ReplayLog(self._log_budget)
 
     async def _open_all(self, search: Search, legs: Sequence[Leg]) -> list[Segment]:
         opened: dict[Span, Segment] = {}

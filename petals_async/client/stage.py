@@ -16,7 +16,6 @@ from petals_async.client.result import Recovery
 from petals_async.client.route import Router, Search
 from petals_async.core.hidden import HiddenStates
 from petals_async.core.recovery import Action, action_for
-from petals_async.core.server_info import ServerInfo
 from petals_async.core.span import Span
 from petals_async.errors import (
     ComputeError,
@@ -43,7 +42,6 @@ class Stage:
     def __init__(self, link: Link, router: Router, on_recovery: Callable[[Recovery, bool], None]) -> None:
         self._router = router
         self._on_recovery = on_recovery
-        self.span = link.span
         self.links = [link]
 
     async def step(
@@ -129,9 +127,15 @@ class Stage:
         return True
 
     async def _replace(self, index: int, error: PetalsAsyncError, end: int, search: Search, started_at: float) -> None:
-        """Put new links in the place of one, filled up to `end`."""
+        """Give a link up, and put new ones in its place."""
+        self.links[index].segment.close()
+        await self._take_over(index, error, end, search, started_at)
+
+    async def _take_over(
+        self, index: int, error: PetalsAsyncError, end: int, search: Search, started_at: float
+    ) -> None:
+        """Put new links in the place of one, filled up to `end`; nothing changes if there are none to be had."""
         link = self.links[index]
-        link.segment.close()
         links = await self._router.obtain(search, log=link.log, end=end, lost_digests=_digests(link))
         self.links[index : index + 1] = links
         self._report(link, links, error, end, end, started_at)
@@ -160,12 +164,10 @@ class Stage:
         search.deadline = started_at
         self._router.note(search, link.segment.server, error)
         try:
-            links = await self._router.obtain(search, log=link.log, end=end, lost_digests=_digests(link))
+            await self._take_over(index, error, end, search, started_at)
         except NoRouteError:
             return
         link.segment.close()
-        self.links[index : index + 1] = links
-        self._report(link, links, error, end, end, started_at)
 
     def _report(
         self, lost: Link, links: list[Link], error: PetalsAsyncError, end: int, replayed: int, started_at: float
@@ -227,11 +229,6 @@ class Stage:
         for link in self.links:
             link.segment.close()
             link.log.close()
-
-    @property
-    def servers(self) -> list[ServerInfo]:
-        """The servers of this stage now."""
-        return [link.segment.server for link in self.links]
 
 
 def _digests(link: Link) -> dict[int, str]:
