@@ -51,6 +51,10 @@ class BlockList(nn.ModuleList):  # type: ignore[misc]  # torch is untyped here
         before = [_Skipped(attributes_of)] * start
         self._sequence = [*before, *run, *[_Skipped(attributes_of)] * (self.total - end)]
 
+    def kept(self, start: int, end: int) -> list[Any]:
+        """Return the kept blocks `[start, end)` themselves."""
+        return list(self._modules.values())[start - self.start : end - self.start]
+
     def __iter__(self) -> Iterator[Any]:
         return iter(self._sequence)
 

@@ -18,6 +18,7 @@ from petals_async.models.architecture import Architecture
 from petals_async.models.checkpoint import Checkpoint
 from petals_async.models.codec import DTYPE_NAMES, torch_dtype
 from petals_async.models.cut import BlockList, neutralise_around, replace_blocks, subclass
+from petals_async.models.direct import DirectDecode, observe
 from petals_async.models.loading import load_model
 from petals_async.models.weights import digest, read_tensors
 
@@ -71,8 +72,10 @@ class BlockSpan:
         parameters = inspect.signature(model.forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
+        self._direct: DirectDecode | None = None
         self.kv_shapes = self._probe()
         self._self_check()
+        self._direct = self._try_direct()
 
     @classmethod
     def load(
@@ -185,21 +188,51 @@ class BlockSpan:
             RequestError: Blocks that are not held (BAD_SPAN), or a wrong shape or dtype (BAD_SHAPE, BAD_DTYPE).
         """
         self._check(hidden, start, end)
+        num_tokens = hidden.shape[1]
+        positions = torch.arange(token_offset, token_offset + num_tokens, device=hidden.device).unsqueeze(0)  # (1, T)
+        with torch.no_grad():
+            if num_tokens == 1 and self._direct is not None:
+                return self._direct.run(self._blocks.kept(start, end), hidden, positions, cache)
+            return self._run_model(hidden, cache, positions, start, end)
+
+    def _run_model(self, hidden: Tensor, cache: Cache, positions: Tensor, start: int, end: int) -> Tensor:
+        """Run the blocks by the base model's own forward."""
         self._blocks.select(start, end)
         self._blocks.entry = hidden  # (B, T, D)
         arguments: dict[str, Any] = {self._cache_keyword: cache}
         if self._takes_positions:
-            positions = torch.arange(token_offset, token_offset + hidden.shape[1], device=hidden.device)
-            arguments["position_ids"] = positions.unsqueeze(0)  # (1, T)
+            arguments["position_ids"] = positions
         try:
-            with torch.no_grad():
-                self._model(inputs_embeds=hidden, use_cache=True, **arguments)
+            self._model(inputs_embeds=hidden, use_cache=True, **arguments)
             output = self._blocks.exit
         finally:
             self._blocks.entry = self._blocks.exit = None
         if output is None:
             raise UnsupportedModelError(f"{self.checkpoint.name}: the model's forward ran no block")
         return output  # (B, T, D)
+
+    def _try_direct(self) -> DirectDecode | None:
+        """Return the direct way for one token if it gives the same bits as the base model's forward."""
+        generator = torch.Generator().manual_seed(0)
+        hidden = torch.randn(2, 5, self.hidden_size, generator=generator).to(self.device, self._torch_dtype)
+        where = {"start": self.start, "end": self.end}
+        blocks = self._blocks.kept(self.start, self.end)
+        caches = [_ProbeCache(self.start), _ProbeCache(self.start)]
+        for cache in caches:
+            self.run(hidden[:, :3], cache, token_offset=0, **where)
+        expected: list[Tensor] = []
+        calls = observe(blocks, lambda: expected.append(self.run(hidden[:, 3:4], caches[0], token_offset=3, **where)))
+        direct = DirectDecode.like(self._model, calls, caches[0])
+        if direct is None:
+            return None
+        expected.append(self.run(hidden[:, 4:], caches[0], token_offset=4, **where))
+        with torch.no_grad():
+            got = [
+                direct.run(blocks, hidden[:, at : at + 1], torch.tensor([[at]], device=self.device), caches[1])
+                for at in (3, 4)
+            ]
+        same = all(map(torch.equal, got, expected)) and _same_cache(caches[0], caches[1], self.span)
+        return direct if same else None
 
     def _check(self, hidden: Tensor, start: int, end: int) -> None:
         if Span(start, end) not in self.span:
@@ -255,6 +288,11 @@ class BlockSpan:
         if keys.dtype != values.dtype:
             raise UnsupportedModelError(f"{self.checkpoint.name}: block {block} has keys and values of two dtypes")
         return KvShape(keys.shape[1], keys.shape[3], values.shape[1], values.shape[3], keys.dtype)
+
+
+def _same_cache(left: Cache, right: Cache, span: Span) -> bool:
+    pairs = [(left.layers[block], right.layers[block]) for block in range(span.start, span.end)]
+    return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
 
 
 def _read_blocks(
