@@ -13,30 +13,27 @@ import argparse
 import time
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+
+import torch
 
 from benchmarks.report import Report, quantiles
+from petals_async.abc import BackendStep
+from petals_async.core.hidden import HiddenStates
+from petals_async.engine.backend import TorchBackend
+from petals_async.models.checkpoint import Checkpoint
+from petals_async.models.span import BlockSpan
+from petals_async.testing.tiny import make_tiny_llama
 
 PAUSES_S = (0.0, 0.0005, 0.002, 0.01)
 
 
-def load(path: Path) -> Any:
-    import torch
-
-    from petals_async.engine.backend import TorchBackend
-    from petals_async.models.checkpoint import Checkpoint
-    from petals_async.models.span import BlockSpan
-    from petals_async.testing.tiny import make_tiny_llama
-
+def load(path: Path) -> TorchBackend:
     torch.set_num_threads(1)
     return TorchBackend(BlockSpan.load(Checkpoint.open(make_tiny_llama(path, max_position=8192)), 0, 1))
 
 
-def time_steps(backend: Any, calls: int, pause_s: float) -> list[float]:
+def time_steps(backend: TorchBackend, calls: int, pause_s: float) -> list[float]:
     """Return the seconds of each step alone, pauses left out."""
-    from petals_async.abc import BackendStep
-    from petals_async.core.hidden import HiddenStates
-
     hidden = HiddenStates("float32", (1, 1, backend.hidden_size), bytes(4 * backend.hidden_size))
     cache = backend.allocate(backend.span, 1, calls)
     times = []

@@ -40,18 +40,17 @@ class BlockList(nn.ModuleList):  # type: ignore[misc]  # torch is untyped here
 
     def select(self, start: int, end: int) -> None:
         """Choose which of the kept blocks run, `[start, end)`; with none, the list is a single stand-in."""
-        kept = list(self._modules.values())
-        if not kept:
+        if not self._modules:
             self._sequence = [_Border(self)]
             return
-        attributes_of = kept[0]
-        run: list[Callable[..., Any]] = list(kept[start - self.start : end - self.start])
+        attributes_of = next(iter(self._modules.values()))
+        run: list[Callable[..., Any]] = [*self.kept(start, end)]
         run[0] = _First(self, run[0])
         run[-1] = _Last(self, run[-1])
         before = [_Skipped(attributes_of)] * start
         self._sequence = [*before, *run, *[_Skipped(attributes_of)] * (self.total - end)]
 
-    def kept(self, start: int, end: int) -> list[Any]:
+    def kept(self, start: int, end: int) -> list[nn.Module]:
         """Return the kept blocks `[start, end)` themselves."""
         return list(self._modules.values())[start - self.start : end - self.start]
 
@@ -79,7 +78,8 @@ class _Either(Tensor):  # type: ignore[misc]
         return iter((self.as_subclass(Tensor), None))
 
 
-def _plain(output: Any) -> Tensor:
+def block_output(output: Any) -> Tensor:
+    """Return the hidden states of what a block returned: alone, or the first of a tuple."""
     found: Tensor = output[0] if isinstance(output, tuple) else output
     return found
 
@@ -111,7 +111,7 @@ class _First(_Stand):
 class _Last(_First):
     def __call__(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         output = self._block(hidden_states, *args, **kwargs)
-        self._blocks.exit = _plain(output)
+        self._blocks.exit = block_output(output)
         return output
 
 

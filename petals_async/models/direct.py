@@ -1,10 +1,9 @@
 """One token through the blocks without the base model's own forward, where that gives the very same bits.
 
-A base model's forward makes masks, wraps and unwraps its arguments, and collects outputs that nobody asked for: for
-one token that is some 0.2 ms of Python a span, whatever the blocks cost. A single token behind full attention needs
-no mask at all, so what a block is handed is then known beforehand: constants, the cache, the token's position and
-its rotary factors. Which of these a block takes is read off one real pass at load, and the shortened one is used
-only if it gives equal outputs, keys and values there.
+A base model's forward makes masks, wraps and unwraps its arguments, and collects outputs that nobody asked for. A
+single token behind full attention needs no mask at all, so what a block is handed is then known beforehand: constants,
+the cache, the token's position and its rotary factors. Which of these a block takes is read off one real pass at load,
+and the shortened one is used only if it gives equal outputs, keys and values there.
 """
 
 from __future__ import annotations
@@ -15,6 +14,8 @@ from typing import Any
 
 from torch import Tensor, nn
 from transformers import Cache
+
+from petals_async.models.cut import block_output
 
 FULL_ATTENTION = frozenset({"full_attention", "attention"})
 """Layers that see every token before them: one new token needs no mask, however long the cache is."""
@@ -64,8 +65,7 @@ class DirectDecode:
         if self._rotary is not None:
             arguments[self._rotary_name] = self._rotary(hidden, position_ids=positions)
         for block in blocks:
-            output = block(hidden, **arguments)
-            hidden = output[0] if isinstance(output, tuple) else output
+            hidden = block_output(block(hidden, **arguments))
         return hidden
 
     @classmethod
@@ -77,17 +77,17 @@ class DirectDecode:
             calls: What each block was handed by name, beside the hidden states.
             cache: The pass's cache.
         """
-        if not calls or not _sees_all(model.config) or any(call.keys() != calls[0].keys() for call in calls):
+        if not calls or not _sees_all(model.config) or not all(_same(call, calls[0]) for call in calls):
             return None
-        kinds = {name: {_kind(call[name], cache) for call in calls} for name in calls[0]}
-        by_kind: dict[str, list[str]] = {"constant": [], "cache": [], "positions": [], "rotary": []}
-        for name, found in kinds.items():
-            kind = found.pop()
-            alike = not found and all(_same(call[name], calls[0][name]) for call in calls)
-            if kind not in by_kind or not alike:
-                return None
-            by_kind[kind].append(name)
-        if len(by_kind["cache"]) != 1 or len(by_kind["positions"]) > 1 or len(by_kind["rotary"]) > 1:
+        by_kind: dict[str, list[str]] = {"constant": [], "cache": [], "positions": [], "rotary": [], "unknown": []}
+        for name, value in calls[0].items():
+            by_kind[_kind(value, cache)].append(name)
+        if (
+            by_kind["unknown"]
+            or len(by_kind["cache"]) != 1
+            or len(by_kind["positions"]) > 1
+            or len(by_kind["rotary"]) > 1
+        ):
             return None
         rotary = getattr(model, "rotary_emb", None)
         if by_kind["rotary"] and not _takes_positions_alone(rotary):
@@ -149,5 +149,6 @@ def _kind(value: Any, cache: Cache) -> str:
     return "unknown"
 
 
-def _same(left: Any, right: Any) -> bool:
-    return left is right or (isinstance(left, bool) and left == right)
+def _same(left: dict[str, Any], right: dict[str, Any]) -> bool:
+    """Whether two blocks were handed the very same objects."""
+    return left.keys() == right.keys() and all(left[name] is right[name] for name in left)

@@ -75,7 +75,7 @@ class BlockSpan:
         self._direct: DirectDecode | None = None
         self.kv_shapes = self._probe()
         self._self_check()
-        self._direct = self._try_direct()
+        self._try_direct()
 
     @classmethod
     def load(
@@ -211,28 +211,28 @@ class BlockSpan:
             raise UnsupportedModelError(f"{self.checkpoint.name}: the model's forward ran no block")
         return output  # (B, T, D)
 
-    def _try_direct(self) -> DirectDecode | None:
-        """Return the direct way for one token if it gives the same bits as the base model's forward."""
+    def _try_direct(self) -> None:
+        """Take the direct way for one token if it gives the same bits as the base model's forward."""
         generator = torch.Generator().manual_seed(0)
         hidden = torch.randn(2, 5, self.hidden_size, generator=generator).to(self.device, self._torch_dtype)
-        where = {"start": self.start, "end": self.end}
-        blocks = self._blocks.kept(self.start, self.end)
-        caches = [_ProbeCache(self.start), _ProbeCache(self.start)]
-        for cache in caches:
-            self.run(hidden[:, :3], cache, token_offset=0, **where)
+        model_cache, direct_cache = _ProbeCache(self.start), _ProbeCache(self.start)
+
+        def run(start: int, end: int, cache: Cache) -> Tensor:
+            return self.run(hidden[:, start:end], cache, token_offset=start, start=self.start, end=self.end)
+
+        run(0, 3, model_cache)
+        run(0, 3, direct_cache)
         expected: list[Tensor] = []
-        calls = observe(blocks, lambda: expected.append(self.run(hidden[:, 3:4], caches[0], token_offset=3, **where)))
-        direct = DirectDecode.like(self._model, calls, caches[0])
+        blocks = self._blocks.kept(self.start, self.end)
+        calls = observe(blocks, lambda: expected.append(run(3, 4, model_cache)))
+        direct = DirectDecode.like(self._model, calls, model_cache)
         if direct is None:
-            return None
-        expected.append(self.run(hidden[:, 4:], caches[0], token_offset=4, **where))
-        with torch.no_grad():
-            got = [
-                direct.run(blocks, hidden[:, at : at + 1], torch.tensor([[at]], device=self.device), caches[1])
-                for at in (3, 4)
-            ]
-        same = all(map(torch.equal, got, expected)) and _same_cache(caches[0], caches[1], self.span)
-        return direct if same else None
+            return
+        expected.append(run(4, 5, model_cache))
+        self._direct = direct
+        got = [run(3, 4, direct_cache), run(4, 5, direct_cache)]
+        if not (all(map(torch.equal, got, expected)) and _same_cache(model_cache, direct_cache, self.span)):
+            self._direct = None
 
     def _check(self, hidden: Tensor, start: int, end: int) -> None:
         if Span(start, end) not in self.span:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from architectures import ARCHITECTURES, COMMON, Tiny, build
+from architectures import ARCHITECTURES, Tiny, build
 
 from petals_async.engine.kv import KvCache
 from petals_async.models.checkpoint import Checkpoint
@@ -82,4 +82,4 @@ def test_a_direct_way_with_other_keys_is_not_used(tmp_path: Path, monkeypatch: p
         return output.clone()
 
     monkeypatch.setattr(DirectDecode, "run", planted)
-    assert load(Tiny("llama", "LlamaConfig", "LlamaForCausalLM", dict(COMMON)), tmp_path / "model")._direct is None
+    assert load(BY_NAME["llama"], tmp_path / "model")._direct is None
