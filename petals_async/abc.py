@@ -146,6 +146,7 @@ class BackendStep:
 
     `hidden` is (batch, num_tokens, hidden_size), or None for zero tokens (truncate only).
     `num_outputs`: how many of the last tokens' outputs to return; None for all, 0 for none.
+    `chunk_tokens`: tokens of each chunk in which they were first computed, in order; empty for one chunk.
     """
 
     cache: Any
@@ -154,6 +155,7 @@ class BackendStep:
     hidden: HiddenStates | None
     row_indices: tuple[int, ...] = ()
     num_outputs: int | None = None
+    chunk_tokens: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""The backend over torch: runs steps through a span's blocks, one session after the other.
+"""The backend over torch: runs the steps of many sessions through a span's blocks, in one pass where that is right.
 
 What is true after each step: every layer of its cache holds `token_offset + num_tokens` tokens if the outcome is a
 result, and exactly what it held before (rows included) if it is an error. Rows are permuted only after everything
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -18,6 +19,7 @@ from petals_async.core.hidden import HiddenStates
 from petals_async.core.span import Span
 from petals_async.engine.kv import KvCache
 from petals_async.errors import ComputeError, LengthExceededError, RequestError
+from petals_async.models.attention import Piece
 from petals_async.models.codec import from_hidden, to_hidden
 from petals_async.models.span import BlockSpan
 
@@ -79,7 +81,7 @@ class TorchBackend:
         target.copy_prefix(source, num_tokens)
 
     def run(self, steps: Sequence[BackendStep]) -> list[BackendOutcome]:
-        """Run steps of different sessions.
+        """Run steps of different sessions, those over the same blocks in one pass.
 
         Args:
             steps: At most one for each cache.
@@ -88,17 +90,68 @@ class TorchBackend:
             One outcome for each step, in the same order. A step that failed gives its error, and leaves its
             cache as it was; the others are not affected.
         """
-        return [self._run_one(step) for step in steps]
+        outcomes: dict[int, BackendOutcome] = {}
+        passes: dict[Span, dict[int, _Input]] = {}
+        for index, step in enumerate(steps):
+            try:
+                hidden = self._checked_input(step, step.cache)
+            except RequestError as error:
+                outcomes[index] = error
+                continue
+            if hidden is None:
+                outcomes[index] = _truncate(step)
+            else:
+                passes.setdefault(step.span, {})[index] = _Input(step, hidden)
+        for inputs in passes.values():
+            outcomes |= zip(inputs, self._run_inputs(list(inputs.values())), strict=True)
+        return [outcomes[index] for index in range(len(steps))]
 
-    def _run_one(self, step: BackendStep) -> BackendOutcome:
+    def _run_inputs(self, inputs: list[_Input]) -> list[BackendOutcome]:
+        """Run steps over the same blocks; those that fail together are run one by one, to see which it was."""
+        if len(inputs) > 1 and not self.blocks.fused:
+            return [self._run_inputs([one])[0] for one in inputs]
         started = time.perf_counter()
-        cache: KvCache = step.cache
+        undo = [_Undo(one.step) for one in inputs]
         try:
-            hidden = self._checked_input(step, cache)
-            outputs = self._advance(step, cache, hidden)
-        except (RequestError, ComputeError) as error:
-            return error
-        return BackendResult(outputs, time.perf_counter() - started)
+            outputs = self._compute(inputs)
+        except BaseException as error:
+            for one in undo:
+                one.restore()
+            if not isinstance(error, RuntimeError):  # torch's errors are RuntimeErrors, out of memory among them
+                raise
+            if len(inputs) > 1:
+                return [self._run_inputs([one])[0] for one in inputs]
+            step = inputs[0].step
+            return [ComputeError(f"blocks {step.span} at offset {step.token_offset}: {error}")]
+        compute_s = time.perf_counter() - started
+        return [
+            self._finish(one.step, found, back, compute_s)
+            for one, found, back in zip(inputs, outputs, undo, strict=True)
+        ]
+
+    def _compute(self, inputs: list[_Input]) -> list[Tensor]:
+        """Return the outputs of each step, (B, T, D)."""
+        for one in inputs:
+            one.step.cache.seek(one.step.token_offset)
+            one.step.cache.permute(one.step.row_indices or range(one.step.cache.num_rows))
+        span = inputs[0].step.span
+        if not self.blocks.fused:
+            (one,) = inputs
+            return [one.run_chunks(self.blocks)]
+        flat = torch.cat([one.hidden.flatten(0, 1) for one in inputs]) if len(inputs) > 1 else inputs[0].hidden
+        pieces = [one.piece() for one in inputs]
+        outputs = self.blocks.run_pieces(flat.reshape(1, -1, self.hidden_size), pieces, span.start, span.end)[0]
+        parts = outputs.split([one.hidden.shape[0] * one.hidden.shape[1] for one in inputs])
+        return [part.view(one.hidden.shape) for part, one in zip(parts, inputs, strict=True)]
+
+    def _finish(self, step: BackendStep, outputs: Tensor, undo: _Undo, compute_s: float) -> BackendOutcome:
+        if _is_finite(outputs):
+            return BackendResult(_wanted(outputs, step.num_outputs), compute_s)
+        undo.restore()
+        return ComputeError(
+            f"blocks {step.span} gave NaN or infinity in {self.dtype} at offset {step.token_offset}",
+            reason="NON_FINITE",
+        )
 
     def _checked_input(self, step: BackendStep, cache: KvCache) -> Tensor | None:
         """Check all that can be checked before anything is changed, and return the new tokens as a tensor."""
@@ -113,6 +166,10 @@ class TorchBackend:
         if step.hidden is None or step.hidden.num_tokens == 0:
             return None
         self._check_hidden(step.hidden, cache, step.token_offset)
+        if step.chunk_tokens and (sum(step.chunk_tokens) != step.hidden.num_tokens or min(step.chunk_tokens) < 1):
+            raise RequestError(
+                f"chunks of {list(step.chunk_tokens)} tokens for {step.hidden.num_tokens}", reason="BAD_SHAPE"
+            )
         hidden = from_hidden(step.hidden, device=self.blocks.device)  # (B, T, D)
         if not _is_finite(hidden):
             raise RequestError("the hidden states sent hold NaN or infinity", reason="NON_FINITE_INPUT")
@@ -130,41 +187,41 @@ class TorchBackend:
         if offset + tokens > cache.max_tokens:
             raise LengthExceededError(f"{offset} + {tokens} tokens exceed max_tokens {cache.max_tokens}")
 
-    def _advance(self, step: BackendStep, cache: KvCache, hidden: Tensor | None) -> HiddenStates | None:
-        if hidden is None:
-            cache.seek(step.token_offset)
-            cache.permute(step.row_indices or range(cache.num_rows))
-            return None
-        try:
-            with _Undo(cache, step):
-                return self._compute(step, cache, hidden)
-        except RuntimeError as error:  # torch's errors, out of memory among them
-            raise ComputeError(f"blocks {step.span} at offset {step.token_offset}: {error}") from error
-
-    def _compute(self, step: BackendStep, cache: KvCache, hidden: Tensor) -> HiddenStates | None:
-        cache.seek(step.token_offset)
-        if step.row_indices:
-            cache.permute(step.row_indices)
-        outputs = self.blocks.run(
-            hidden, cache, token_offset=step.token_offset, start=step.span.start, end=step.span.end
-        )
-        if not _is_finite(outputs):
-            raise ComputeError(
-                f"blocks {step.span} gave NaN or infinity in {self.dtype} at offset {step.token_offset}",
-                reason="NON_FINITE",
-            )
-        return _wanted(outputs, step.num_outputs)
-
     def _held(self, span: Span) -> slice:
         if span not in self.span:
             raise RequestError(f"blocks {span} are not all in {self.span}", reason="BAD_SPAN")
         return slice(span.start - self.span.start, span.end - self.span.start)
 
 
-class _Undo:
-    """Keeps what a step overwrites in a cache (tokens truncated or permuted), and puts it back on any exception."""
+@dataclass(slots=True)
+class _Input:
+    """A step that was checked, and its new tokens, (B, T, D)."""
 
-    def __init__(self, cache: KvCache, step: BackendStep) -> None:
+    step: BackendStep
+    hidden: Tensor
+
+    @property
+    def chunks(self) -> Sequence[int]:
+        return self.step.chunk_tokens or (self.hidden.shape[1],)
+
+    def piece(self) -> Piece:
+        return Piece(self.step.cache, self.hidden.shape[0], self.step.token_offset, self.chunks)
+
+    def run_chunks(self, blocks: BlockSpan) -> Tensor:
+        """Run the chunks one after the other, as they were first run."""
+        outputs, offset = [], self.step.token_offset
+        for chunk in self.hidden.split(list(self.chunks), dim=1):
+            span = self.step.span
+            outputs.append(blocks.run(chunk, self.step.cache, token_offset=offset, start=span.start, end=span.end))
+            offset += chunk.shape[1]
+        return torch.cat(outputs, dim=1)
+
+
+class _Undo:
+    """Keeps what a step overwrites in its cache (tokens truncated or permuted), to put it back."""
+
+    def __init__(self, step: BackendStep) -> None:
+        cache: KvCache = step.cache
         num_tokens = step.hidden.num_tokens if step.hidden is not None else 0
         start = 0 if step.row_indices else step.token_offset
         end = cache.length if step.row_indices else min(cache.length, step.token_offset + num_tokens)
@@ -175,17 +232,20 @@ class _Undo:
             (layer.keys[self._place].clone(), layer.values[self._place].clone()) for layer in cache.held if start < end
         ]
 
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, kind: type[BaseException] | None, *_details: object) -> None:
-        if kind is None:
-            return
+    def restore(self) -> None:
+        """Make the cache what it was."""
         for layer, (keys, values) in zip(self._cache.held, self._saved, strict=False):
             layer.keys[self._place] = keys
             layer.values[self._place] = values
         for layer in self._cache.held:
             layer.length = self._length
+
+
+def _truncate(step: BackendStep) -> BackendOutcome:
+    """Do a step without tokens."""
+    step.cache.seek(step.token_offset)
+    step.cache.permute(step.row_indices or range(step.cache.num_rows))
+    return BackendResult(None, 0.0)
 
 
 def _is_finite(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from petals_async.core.span import Span
 from petals_async.errors import LengthExceededError, RequestError
-from petals_async.models.span import KvShape
+from petals_async.models.trials import KvShape
 
 
 class KvLayer(CacheLayerMixin):  # type: ignore[misc]  # transformers is untyped here

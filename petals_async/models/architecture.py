@@ -48,6 +48,27 @@ class Architecture:
         return copy.deepcopy(self.config)
 
 
+def can_fuse(model: Any) -> bool:
+    """Whether steps of several sessions may be tried in one pass: attention by a function of ours, given positions.
+
+    Biased scores (ALiBi), chunked windows, and rotary tables that depend on the length of the whole sequence (dynamic,
+    longrope) would be silently wrong there.
+    """
+    config = model.config
+    types = set(getattr(config, "layer_types", None) or ("full_attention",))
+    ropes = _rope_types(getattr(config, "rope_parameters", None) or getattr(config, "rope_scaling", None) or {})
+    return (
+        bool(getattr(model, "_supports_attention_backend", False))
+        and types <= {"full_attention", "sliding_attention", "attention"}
+        and not ropes & {"dynamic", "longrope"}
+    )
+
+
+def _rope_types(parameters: dict[str, Any]) -> set[str]:
+    nested = [value for value in parameters.values() if isinstance(value, dict)]
+    return {str(one.get("rope_type", one.get("type", "default"))) for one in nested or [parameters]}
+
+
 def _read_config(checkpoint: Checkpoint) -> Any:
     try:
         config = AutoConfig.from_pretrained(checkpoint.path, trust_remote_code=False, local_files_only=True)

@@ -1,9 +1,9 @@
-"""One token through the blocks without the base model's own forward, where that gives the very same bits.
+"""Tokens through the blocks without the base model's own forward, where that gives the very same bits.
 
-A base model's forward makes masks, wraps and unwraps its arguments, and collects outputs that nobody asked for. A
-single token behind full attention needs no mask at all, so what a block is handed is then known beforehand: constants,
-the cache, the token's position and its rotary factors. Which of these a block takes is read off one real pass at load,
-and the shortened one is used only if it gives equal outputs, keys and values there.
+A base model's forward makes masks, wraps and unwraps its arguments, and collects outputs that nobody asked for. Where
+no mask is needed (a single token behind full attention; any tokens, with our own attention function), what a block is
+handed is known beforehand: constants, the cache, positions and their rotary factors. Which of these a block takes is
+read off one real pass at load, and the shortened one is used only if it gives equal outputs, keys and values there.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ FULL_ATTENTION = frozenset({"full_attention", "attention"})
 """Layers that see every token before them: one new token needs no mask, however long the cache is."""
 
 
-class DirectDecode:
-    """Calls blocks with what the base model would hand them for one token.
+class DirectPass:
+    """Calls blocks with what the base model would hand them.
 
     Args:
         arguments: Constants that every block is handed, by name.
@@ -48,16 +48,16 @@ class DirectDecode:
         self._rotary = rotary
 
     def run(self, blocks: Sequence[Callable[..., Any]], hidden: Tensor, positions: Tensor, cache: Cache) -> Tensor:
-        """Run one token of each row through some blocks, and append its keys and values to the cache.
+        """Run tokens through some blocks; their keys and values go to the cache.
 
         Args:
             blocks: In order.
-            hidden: (batch, 1, hidden_size).
-            positions: The token's index, (1, 1).
-            cache: Holds all tokens before it.
+            hidden: (batch, tokens, hidden_size).
+            positions: The tokens' indices, (1, tokens).
+            cache: Holds all tokens before them.
 
         Returns:
-            (batch, 1, hidden_size).
+            (batch, tokens, hidden_size).
         """
         arguments = {**self._arguments, self._cache_name: cache}
         if self._positions_name:
@@ -69,19 +69,19 @@ class DirectDecode:
         return hidden
 
     @classmethod
-    def like(cls, model: Any, calls: Sequence[dict[str, Any]], cache: Cache) -> DirectDecode | None:
-        """Return what hands blocks the same as one observed pass of one token did; None if that isn't known.
+    def like(cls, model: Any, calls: Sequence[dict[str, Any]], *, masked: bool) -> DirectPass | None:
+        """Return what hands blocks the same as one observed pass did; None if that isn't known.
 
         Args:
-            model: The base model; its configuration tells whether a later token could need a mask.
+            model: The base model.
             calls: What each block was handed by name, beside the hidden states.
-            cache: The pass's cache.
+            masked: Whether a later token could need a mask, if the model's configuration has windows.
         """
-        if not calls or not _sees_all(model.config) or not all(_same(call, calls[0]) for call in calls):
+        if not calls or (masked and not _sees_all(model.config)) or not all(_same(call, calls[0]) for call in calls):
             return None
         by_kind: dict[str, list[str]] = {"constant": [], "cache": [], "positions": [], "rotary": [], "unknown": []}
         for name, value in calls[0].items():
-            by_kind[_kind(value, cache)].append(name)
+            by_kind[_kind(value)].append(name)
         if (
             by_kind["unknown"]
             or len(by_kind["cache"]) != 1
@@ -137,13 +137,13 @@ def _takes_positions_alone(rotary: Any) -> bool:
     return len(needed) == 2 and needed[1] == "position_ids"
 
 
-def _kind(value: Any, cache: Cache) -> str:
-    if value is cache:
+def _kind(value: Any) -> str:
+    if isinstance(value, Cache):
         return "cache"
     if value is None or isinstance(value, bool):
         return "constant"
     if isinstance(value, Tensor):
-        return "positions" if value.shape == (1, 1) and not value.is_floating_point() else "unknown"
+        return "positions" if value.shape[:-1] == (1,) and not value.is_floating_point() else "unknown"
     if isinstance(value, tuple) and value and all(isinstance(part, Tensor) for part in value):
         return "rotary"
     return "unknown"

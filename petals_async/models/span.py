@@ -3,49 +3,26 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache
+from transformers import Cache
 
 from petals_async.core.span import Span
 from petals_async.errors import RequestError, UnsupportedModelError
-from petals_async.models.architecture import Architecture
+from petals_async.models import trials
+from petals_async.models.architecture import Architecture, can_fuse
+from petals_async.models.attention import ATTENTION_NAME, FusedBatch, Piece
 from petals_async.models.checkpoint import Checkpoint
 from petals_async.models.codec import DTYPE_NAMES, torch_dtype
 from petals_async.models.cut import BlockList, neutralise_around, replace_blocks, subclass
-from petals_async.models.direct import DirectDecode, observe
+from petals_async.models.direct import DirectPass, observe
 from petals_async.models.loading import load_model
+from petals_async.models.row_linear import all_exact, replace_linears
 from petals_async.models.weights import digest, read_tensors
-
-
-@dataclass(frozen=True, slots=True)
-class KvShape:
-    """Keys and values of one token in one block: key and value vectors may differ in number and size (MLA).
-
-    Attributes:
-        key_heads: Key vectors a token.
-        key_size: Numbers of one key vector.
-        value_heads: Value vectors a token.
-        value_size: Numbers of one value vector.
-        dtype: Of both.
-    """
-
-    key_heads: int
-    key_size: int
-    value_heads: int
-    value_size: int
-    dtype: torch.dtype
-
-    @property
-    def num_bytes(self) -> int:
-        """Bytes of one token of one row in this block."""
-        numbers = self.key_heads * self.key_size + self.value_heads * self.value_size
-        return numbers * int(self.dtype.itemsize)
 
 
 class BlockSpan:
@@ -59,6 +36,8 @@ class BlockSpan:
         dtype: Name of the dtype of weights and hidden states.
         device: Where they lie.
         kv_shapes: One for each block held, from one probe token.
+        fused: Whether steps of several sessions run in one pass (`run_pieces`).
+        exact: Whether a token's bits are the same alone, in any batch, and in a replay of many at once; tried at load.
     """
 
     def __init__(self, checkpoint: Checkpoint, span: Span, model: Any, blocks: BlockList, device: str) -> None:
@@ -67,15 +46,19 @@ class BlockSpan:
         self.device = device
         self._model = model
         self._blocks = blocks
-        self._torch_dtype: torch.dtype = model.dtype
+        self.torch_dtype: torch.dtype = model.dtype
         self.dtype = DTYPE_NAMES[model.dtype]
         parameters = inspect.signature(model.forward).parameters
         self._cache_keyword = "cache" if "cache" in parameters else "past_key_values"
         self._takes_positions = "position_ids" in parameters
-        self._direct: DirectDecode | None = None
+        self._direct: DirectPass | None = None
+        self.fused = False
         self.kv_shapes = self._probe()
-        self._self_check()
+        trials.check_steps(self)
+        if can_fuse(model):
+            self._fuse()
         self._try_direct()
+        self.exact = self.fused and all_exact(blocks) and trials.gives_equal_bits(self)
 
     @classmethod
     def load(
@@ -189,11 +172,39 @@ class BlockSpan:
         """
         self._check(hidden, start, end)
         num_tokens = hidden.shape[1]
+        if self.fused:
+            piece = Piece(cache, hidden.shape[0], token_offset, [num_tokens])
+            return self.run_pieces(hidden.reshape(1, -1, self.hidden_size), [piece], start, end).view(hidden.shape)
         positions = torch.arange(token_offset, token_offset + num_tokens, device=hidden.device).unsqueeze(0)  # (1, T)
         with torch.no_grad():
             if num_tokens == 1 and self._direct is not None:
                 return self._direct.run(self._blocks.kept(start, end), hidden, positions, cache)
             return self._run_model(hidden, cache, positions, start, end)
+
+    def run_pieces(self, hidden: Tensor, pieces: Sequence[Piece], start: int, end: int) -> Tensor:
+        """Run the blocks `[start, end)` over new tokens of several sessions in one pass; only if `fused`.
+
+        Args:
+            hidden: (1, tokens of all rows of all pieces, hidden_size): piece by piece, row by row, token by token.
+            pieces: Where the tokens belong; each session once. Their caches are appended to.
+            start: First block to run, held here.
+            end: One behind the last block to run, held here.
+
+        Returns:
+            Output activations, same shape.
+        """
+        positions = [
+            position
+            for piece in pieces
+            for _row in range(piece.num_rows)
+            for position in range(piece.token_offset, piece.token_offset + piece.num_tokens)
+        ]
+        batch = FusedBatch(pieces)
+        at = torch.tensor([positions], device=hidden.device)  # (1, T)
+        with torch.no_grad():
+            if self._direct is not None:
+                return self._direct.run(self._blocks.kept(start, end), hidden, at, batch)
+            return self._run_model(hidden, batch, at, start, end)
 
     def _run_model(self, hidden: Tensor, cache: Cache, positions: Tensor, start: int, end: int) -> Tensor:
         """Run the blocks by the base model's own forward."""
@@ -211,27 +222,26 @@ class BlockSpan:
             raise UnsupportedModelError(f"{self.checkpoint.name}: the model's forward ran no block")
         return output  # (B, T, D)
 
-    def _try_direct(self) -> None:
-        """Take the direct way for one token if it gives the same bits as the base model's forward."""
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(2, 5, self.hidden_size, generator=generator).to(self.device, self._torch_dtype)
-        model_cache, direct_cache = _ProbeCache(self.start), _ProbeCache(self.start)
-
-        def run(start: int, end: int, cache: Cache) -> Tensor:
-            return self.run(hidden[:, start:end], cache, token_offset=start, start=self.start, end=self.end)
-
-        run(0, 3, model_cache)
-        run(0, 3, direct_cache)
-        expected: list[Tensor] = []
-        blocks = self._blocks.kept(self.start, self.end)
-        calls = observe(blocks, lambda: expected.append(run(3, 4, model_cache)))
-        direct = DirectDecode.like(self._model, calls, model_cache)
-        if direct is None:
+    def _fuse(self) -> None:
+        """Take our own attention and linear layers, if they give what transformers' own give."""
+        alone = trials.outputs_alone(self)
+        own = self._model.config._attn_implementation
+        self._model.config._attn_implementation = ATTENTION_NAME
+        self.fused = trials.fuses(self, alone)
+        if not self.fused:
+            self._model.config._attn_implementation = own
             return
-        expected.append(run(4, 5, model_cache))
-        self._direct = direct
-        got = [run(3, 4, direct_cache), run(4, 5, direct_cache)]
-        if not (all(map(torch.equal, got, expected)) and _same_cache(model_cache, direct_cache, self.span)):
+        _ = self.block_digests  # of the weights as loaded: packed ones have none
+        replace_linears(self._blocks)
+
+    def _try_direct(self) -> None:
+        """Take the direct way if it gives the same bits as the base model's forward."""
+        blocks = self._blocks.kept(self.start, self.end)
+        hidden = trials.samples(self, 2, 6)
+        calls = observe(blocks, lambda: trials.steps(self, hidden, [1]))
+        expected = trials.steps(self, hidden, [1, 1, 3, 1])
+        self._direct = DirectPass.like(self._model, calls, masked=not self.fused)
+        if self._direct is not None and not trials.same_bits(trials.steps(self, hidden, [1, 1, 3, 1]), expected):
             self._direct = None
 
     def _check(self, hidden: Tensor, start: int, end: int) -> None:
@@ -242,13 +252,13 @@ class BlockSpan:
                 f"hidden states must be (batch, tokens, {self.hidden_size}), got {tuple(hidden.shape)}",
                 reason="BAD_SHAPE",
             )
-        if hidden.dtype != self._torch_dtype:
+        if hidden.dtype != self.torch_dtype:
             raise RequestError(f"hidden states must be {self.dtype}, got {hidden.dtype}", reason="BAD_DTYPE")
 
-    def _probe(self) -> tuple[KvShape, ...]:
+    def _probe(self) -> tuple[trials.KvShape, ...]:
         """Run one token to learn what each block really stores."""
-        cache = _ProbeCache(self.start)
-        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self._torch_dtype, device=self.device)
+        cache = trials.ProbeCache(self.start)
+        hidden = torch.zeros(1, 1, self.hidden_size, dtype=self.torch_dtype, device=self.device)
         try:
             self.run(hidden, cache, token_offset=0, start=self.start, end=self.end)
         except (TypeError, AttributeError, LookupError) as error:
@@ -256,43 +266,7 @@ class BlockSpan:
                 f"{self.checkpoint.name}: {type(self._model).__name__} can't run without what lies around its "
                 f"blocks ({type(error).__name__}: {error})"
             ) from error
-        return tuple(self._kv_shape(cache, block) for block in range(self.start, self.end))
-
-    def _self_check(self) -> None:
-        """Run four tokens at once and in two steps: an architecture whose cache or masks fail here is refused.
-
-        The bound is loose, since what fails is wrong by far, and rounding (or another expert for one token) must not
-        keep a server from starting.
-        """
-        generator = torch.Generator().manual_seed(0)
-        hidden = torch.randn(1, 4, self.hidden_size, generator=generator).to(self.device, self._torch_dtype)
-        where = {"start": self.start, "end": self.end}
-        at_once = self.run(hidden, _ProbeCache(self.start), token_offset=0, **where).float()
-        cache = _ProbeCache(self.start)
-        steps = [self.run(hidden[:, :2], cache, token_offset=0, **where)]
-        steps.append(self.run(hidden[:, 2:], cache, token_offset=2, **where))
-        error = (torch.cat(steps, dim=1).float() - at_once).abs().median()
-        if error > 0.1 * (at_once - hidden.float()).abs().median():
-            raise UnsupportedModelError(
-                f"{self.checkpoint.name}: blocks {self.span} give other outputs in two steps than in one "
-                f"(off by {float(error):.3g}), so they can't be served with a cache"
-            )
-
-    def _kv_shape(self, cache: Any, block: int) -> KvShape:
-        layer = cache.layers[block] if block < len(cache.layers) else None
-        keys, values = getattr(layer, "keys", None), getattr(layer, "values", None)
-        if keys is None or values is None or keys.ndim != 4 or keys.shape[2] != 1 or values.shape[2] != 1:
-            raise UnsupportedModelError(
-                f"{self.checkpoint.name}: block {block} doesn't store one key and value a token of its own"
-            )
-        if keys.dtype != values.dtype:
-            raise UnsupportedModelError(f"{self.checkpoint.name}: block {block} has keys and values of two dtypes")
-        return KvShape(keys.shape[1], keys.shape[3], values.shape[1], values.shape[3], keys.dtype)
-
-
-def _same_cache(left: Cache, right: Cache, span: Span) -> bool:
-    pairs = [(left.layers[block], right.layers[block]) for block in range(span.start, span.end)]
-    return all(torch.equal(a.keys, b.keys) and torch.equal(a.values, b.values) for a, b in pairs)
+        return trials.kv_shapes(cache, self)
 
 
 def _read_blocks(
@@ -304,18 +278,3 @@ def _read_blocks(
         if progress is not None:
             progress(done, len(span))
     return tensors
-
-
-class _ProbeCache(DynamicCache):  # type: ignore[misc]  # transformers is untyped here
-    """A growing cache for probes; its length is that of the first block held, whichever that is."""
-
-    def __init__(self, first_block: int) -> None:
-        super().__init__()
-        self._first_block = first_block
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        return int(super().get_seq_length(self._first_block))
-
-    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        length, offset = super().get_mask_sizes(query_length, self._first_block)
-        return int(length), int(offset)

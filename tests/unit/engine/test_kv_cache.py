@@ -13,7 +13,8 @@ from petals_async.engine.backend import TorchBackend
 from petals_async.engine.kv import KvCache
 from petals_async.errors import LengthExceededError, RequestError
 from petals_async.models.checkpoint import Checkpoint
-from petals_async.models.span import BlockSpan, KvShape
+from petals_async.models.span import BlockSpan
+from petals_async.models.trials import KvShape
 from petals_async.testing.tiny import make_tiny_llama
 
 SHAPE = KvShape(2, 4, 2, 3, torch.float32)

@@ -54,7 +54,7 @@ def test_refused_with_the_reason(tmp_path: Path, config: transformers.PreTrained
 
 def test_blocks_that_see_later_tokens_are_found_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "create_causal_mask", lambda **_arguments: torch.zeros(1, 1, 1, 1))
-    with pytest.raises(UnsupportedModelError, match="other outputs in two steps than in one"):
+    with pytest.raises(UnsupportedModelError, match="other outputs in several steps than in one"):
         BlockSpan.load(Checkpoint.open(make_tiny_llama(tmp_path)), 1, 3)
 
 
@@ -75,7 +75,7 @@ def test_an_architecture_whose_masks_are_wrong_for_chunks_is_found_out(tmp_path:
     for parameter in model.parameters():
         parameter.data.mul_(8.0)
     model.save_pretrained(tmp_path)
-    with pytest.raises(UnsupportedModelError, match="other outputs in two steps than in one"):
+    with pytest.raises(UnsupportedModelError, match="other outputs in several steps than in one"):
         BlockSpan.load(Checkpoint.open(tmp_path), 0, 2)
 
 
