@@ -56,7 +56,8 @@ class Client:
         dtype: float32, bfloat16 or float16; None for what the swarm computes in.
         timeout_s: How long one step may wait for servers, in seconds.
         max_retries: Failed attempts of one recovery, at most.
-        replay: "exact" repeats the chunks in which a prefix was first sent; "fast" merges them, which may round
+        replay: "exact" gives a replayed prefix the bits that it had: merged for servers that can do both (`exact` in
+            ServerInfo), in the chunks in which it was first sent for others. "fast" merges for all, which may round
             differently (in 16 bits it can change tokens).
         replay_log_bytes: Bytes that the replay logs of one session may hold.
         chunk_tokens: Tokens of one step at most.
@@ -341,5 +342,5 @@ class Client:
             chunk_tokens=max(chunk_tokens, 1),
             timeout_s=self._timeout_s if timeout_s is None else timeout_s,
             max_retries=self._max_retries,
-            replay_merge_tokens=chunk_tokens if self._replay == "fast" else 0,
+            fast_replay=self._replay == "fast",
         )

@@ -47,7 +47,30 @@ class Link:
             )
 
 
-async def replay(links: list[Link], end: int, *, merge_tokens: int = 0) -> int:
+@dataclass(frozen=True, slots=True)
+class JoinedChunks:
+    """Consecutive chunks of a log as one: the first one's offset, all their tokens, and the tokens of each."""
+
+    token_offset: int
+    hidden: HiddenStates
+    sizes: tuple[int, ...]
+
+    @classmethod
+    def of(cls, chunks: list[Chunk]) -> JoinedChunks:
+        """Join chunks, each of which begins where the one before it ends."""
+        hidden = HiddenStates.concat_tokens([chunk.hidden for chunk in chunks])
+        return cls(chunks[0].token_offset, hidden, tuple(chunk.hidden.num_tokens for chunk in chunks))
+
+    def apart(self) -> Iterator[JoinedChunks]:
+        """Give each chunk by itself."""
+        start = 0
+        for size in self.sizes:
+            hidden = self.hidden.slice_tokens(start, start + size)
+            yield JoinedChunks(self.token_offset + start, hidden, (size,))
+            start += size
+
+
+async def replay(links: list[Link], end: int, *, merge_tokens: int, fast: bool = False) -> int:
     """Fill the segments of consecutive links from the first one's log, up to a position.
 
     All links but the last replay with all outputs, which become the next one's log; the last one with none.
@@ -56,7 +79,8 @@ async def replay(links: list[Link], end: int, *, merge_tokens: int = 0) -> int:
     Args:
         links: Consecutive links with open segments; the logs of all but the first are empty.
         end: Tokens to be held in the end: the pending step's offset, which is never replayed itself.
-        merge_tokens: Join chunks up to this many tokens; 0 repeats the chunks as they were first sent.
+        merge_tokens: Chunks are joined up to this many tokens, for servers that give each token its bits all the same.
+        fast: Join them for other servers too.
 
     Returns:
         Tokens that were sent to the first link's segment.
@@ -70,51 +94,56 @@ async def replay(links: list[Link], end: int, *, merge_tokens: int = 0) -> int:
         link.gathered_at = links[0].log.last_permutation(end)
         if link is not links[0]:
             link.log.gathered_at = link.gathered_at
-    chunks = links[0].log.read(start, end)
-    if merge_tokens:
-        chunks = merged(chunks, merge_tokens)
+    chunks = joined(links[0].log.read(start, end), merge_tokens)
     async with open_tasks() as tasks:
-        inbox: Iterable[Chunk] | MemoryObjectReceiveStream[Chunk] = chunks
+        inbox: Iterable[JoinedChunks] | MemoryObjectReceiveStream[JoinedChunks] = chunks
         for link, following in zip(links, [*links[1:], None], strict=True):
             if following is None:
-                tasks.start_soon(_replay_one, link, inbox, None)
+                tasks.start_soon(_replay_one, link, inbox, None, fast)
             else:
-                send, receive = anyio.create_memory_object_stream[Chunk](REPLAY_WINDOW)
-                tasks.start_soon(_replay_one, link, inbox, send)
+                send, receive = anyio.create_memory_object_stream[JoinedChunks](REPLAY_WINDOW)
+                tasks.start_soon(_replay_one, link, inbox, send, fast)
                 inbox = receive
     return end - start
 
 
 async def _replay_one(
     link: Link,
-    inbox: Iterable[Chunk] | MemoryObjectReceiveStream[Chunk],
-    outbox: MemoryObjectSendStream[Chunk] | None,
+    inbox: Iterable[JoinedChunks] | MemoryObjectReceiveStream[JoinedChunks],
+    outbox: MemoryObjectSendStream[JoinedChunks] | None,
+    fast: bool,
 ) -> None:
     """Send chunks to one link, keeping several in flight, and hand its outputs on."""
     num_outputs = None if outbox else 0
-    in_flight: deque[tuple[Chunk, Ticket]] = deque()
+    exact = link.segment.server.exact
+    in_flight: deque[tuple[JoinedChunks, Ticket]] = deque()
 
-    async def send(chunk: Chunk) -> None:
-        ticket = await link.segment.send(chunk.token_offset, chunk.hidden, num_outputs=num_outputs)
-        in_flight.append((chunk, ticket))
-        if len(in_flight) >= REPLAY_WINDOW:
-            await collect()
+    async def send(joint: JoinedChunks) -> None:
+        for part in [joint] if exact or fast else joint.apart():
+            sizes = part.sizes if exact and len(part.sizes) > 1 else ()
+            ticket = await link.segment.send(
+                part.token_offset, part.hidden, num_outputs=num_outputs, chunk_tokens=sizes
+            )
+            in_flight.append((part, ticket))
+            if len(in_flight) >= REPLAY_WINDOW:
+                await collect()
 
     async def collect() -> None:
-        chunk, ticket = in_flight.popleft()
+        part, ticket = in_flight.popleft()
         outputs = await link.segment.wait(ticket)
         if outbox is not None and outputs is not None:
-            await outbox.send(Chunk(chunk.token_offset, outputs))
+            await outbox.send(JoinedChunks(part.token_offset, outputs, part.sizes))
 
     try:
         if isinstance(inbox, MemoryObjectReceiveStream):
             with inbox:
-                async for chunk in inbox:
-                    link.log.append(chunk.token_offset, chunk.hidden)
-                    await send(chunk)
+                async for joint in inbox:
+                    for chunk in joint.apart():
+                        link.log.append(chunk.token_offset, chunk.hidden)
+                    await send(joint)
         else:
-            for chunk in inbox:
-                await send(chunk)
+            for joint in inbox:
+                await send(joint)
         while in_flight:
             await collect()
     finally:
@@ -122,17 +151,13 @@ async def _replay_one(
             outbox.close()
 
 
-def merged(chunks: Iterator[Chunk], max_tokens: int) -> Iterator[Chunk]:
+def joined(chunks: Iterator[Chunk], max_tokens: int) -> Iterator[JoinedChunks]:
     """Join consecutive chunks up to a number of tokens."""
-    gathered: list[HiddenStates] = []
-    start, size = 0, 0
+    gathered: list[Chunk] = []
     for chunk in chunks:
-        if gathered and size + chunk.hidden.num_tokens > max_tokens:
-            yield Chunk(start, HiddenStates.concat_tokens(gathered))
-            gathered, size = [], 0
-        if not gathered:
-            start = chunk.token_offset
-        gathered.append(chunk.hidden)
-        size += chunk.hidden.num_tokens
+        if gathered and chunk.end - gathered[0].token_offset > max_tokens:
+            yield JoinedChunks.of(gathered)
+            gathered = []
+        gathered.append(chunk)
     if gathered:
-        yield Chunk(start, HiddenStates.concat_tokens(gathered))
+        yield JoinedChunks.of(gathered)

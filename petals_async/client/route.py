@@ -52,8 +52,8 @@ AVOID_DRAINING_S = 60.0
 class RouteOptions:
     """What one session asks of its servers, and how hard it tries.
 
-    `chunk_tokens` bounds a step; a replacement must take steps as long. `replay_merge_tokens` is 0 for an exact
-    replay, in the chunks in which the prefix was first sent.
+    `chunk_tokens` bounds a step; a replacement must take steps as long. With `fast_replay`, a replay joins chunks even
+    for servers that compute joined ones otherwise.
     """
 
     model_fingerprint: str
@@ -63,7 +63,7 @@ class RouteOptions:
     chunk_tokens: int = 512
     timeout_s: float = DEFAULT_TIMEOUT_S
     max_retries: int = DEFAULT_MAX_RETRIES
-    replay_merge_tokens: int = 0
+    fast_replay: bool = False
 
 
 @dataclass(slots=True)
@@ -225,7 +225,7 @@ class Router:
 
     async def _fill(self, search: Search, links: list[Link], end: int) -> None:
         try:
-            await replay(links, end, merge_tokens=self.options.replay_merge_tokens)
+            await replay(links, end, merge_tokens=self.options.chunk_tokens, fast=self.options.fast_replay)
         except PeerError as error:
             servers = [link.segment.server for link in links]
             self.note(search, next((s for s in servers if str(s) == error.server), servers[0]), error)

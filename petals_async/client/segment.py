@@ -362,6 +362,7 @@ class Segment:
         *,
         row_indices: tuple[int, ...] = (),
         num_outputs: int | None = None,
+        chunk_tokens: tuple[int, ...] = (),
     ) -> Ticket:
         """Send one step; waits while `max_in_flight_steps` are without a reply.
 
@@ -370,16 +371,22 @@ class Segment:
             hidden: (batch, n, hidden_size), or None to truncate only.
             row_indices: For each row the row whose cache it goes on from; empty for its own.
             num_outputs: How many of the last tokens' outputs are wanted; None for all.
+            chunk_tokens: Tokens of each chunk in which they were first sent; empty for one chunk.
 
         Raises:
             PetalsAsyncError: The segment is over, for the reason in `error`.
         """
         async with self._writing:
             await self._in_flight.acquire()
-            return await self._write(token_offset, hidden, row_indices, num_outputs)
+            return await self._write(token_offset, hidden, row_indices, num_outputs, chunk_tokens)
 
     async def _write(
-        self, token_offset: int, hidden: HiddenStates | None, row_indices: tuple[int, ...], num_outputs: int | None
+        self,
+        token_offset: int,
+        hidden: HiddenStates | None,
+        row_indices: tuple[int, ...],
+        num_outputs: int | None,
+        chunk_tokens: tuple[int, ...],
     ) -> Ticket:
         stream = self._stream
         if self.error is not None or stream is None:
@@ -394,6 +401,7 @@ class Segment:
             data=hidden.data if hidden and inline else None,
             row_indices=row_indices,
             num_outputs=num_outputs,
+            chunk_tokens=chunk_tokens,
         )
         self._next_step_id += 1
         ticket = Ticket(step)

@@ -118,7 +118,8 @@ class Stage:
         if link.segment.error is not None:
             return False
         try:
-            replayed = await replay([link], end, merge_tokens=self._router.options.replay_merge_tokens)
+            options = self._router.options
+            replayed = await replay([link], end, merge_tokens=options.chunk_tokens, fast=options.fast_replay)
         except PeerError as failure:
             self._router.note(search, link.segment.server, failure)
             return False
@@ -193,10 +194,11 @@ class Stage:
         self._on_recovery(recovery, self._was_exact(lost, links))
 
     def _was_exact(self, lost: Link, links: list[Link]) -> bool:
-        """Whether the replay repeated the very same computation on like hardware."""
+        """Whether the new servers were found to give each replayed token the bits that it had on the lost one."""
         expected = lost.segment.server.numeric_fingerprint
-        alike = all(link.segment.server.numeric_fingerprint == expected for link in links)
-        return bool(expected) and alike and not self._router.options.replay_merge_tokens
+        servers = [lost.segment.server, *(link.segment.server for link in links)]
+        alike = all(server.exact and server.numeric_fingerprint == expected for server in servers)
+        return bool(expected) and alike and not lost.log.cut
 
     # -- the log
 

@@ -50,7 +50,8 @@ class Step:
     """New tokens at one offset.
 
     `data` is None when the bytes follow in parts, or when there are no tokens. `num_outputs` says how many of
-    the last tokens' outputs are wanted: None for all, 0 for none.
+    the last tokens' outputs are wanted: None for all, 0 for none. `chunk_tokens` has the tokens of each chunk in which
+    these were first computed; empty for one chunk.
     """
 
     step_id: int
@@ -60,6 +61,7 @@ class Step:
     data: bytes | None = None
     row_indices: tuple[int, ...] = ()
     num_outputs: int | None = None
+    chunk_tokens: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

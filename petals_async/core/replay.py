@@ -58,6 +58,7 @@ class ReplayLog:
     Attributes:
         committed: Tokens that count.
         gathered_at: Offset of the last permutation whose rows came in gathered; 0 for none.
+        cut: Whether a chunk was truncated in its middle: its replay has fewer rows than it was computed in.
     """
 
     def __init__(self, budget: ByteBudget | None = None) -> None:
@@ -66,6 +67,7 @@ class ReplayLog:
         self._permutations: list[Permutation] = []
         self.committed = 0
         self.gathered_at = 0
+        self.cut = False
 
     @property
     def end(self) -> int:
@@ -113,6 +115,7 @@ class ReplayLog:
             chunk = self._chunks.pop()
             self._budget.give_back(chunk.hidden.num_bytes)
             if chunk.token_offset < position:
+                self.cut = True
                 kept = chunk.hidden.slice_tokens(0, position - chunk.token_offset)
                 self._budget.take(kept.num_bytes)
                 self._chunks.append(Chunk(chunk.token_offset, kept))

@@ -32,7 +32,8 @@ class ServerInfo:
 
     `server_id` is new at each process start, so a restarted server is another server; `name` is stable and
     for people. `block_digests` has one entry for each block of `span`, in order. `block_step_s` is the
-    measured time of one token through one block, in seconds; 0 when not measured.
+    measured time of one token through one block, in seconds; 0 when not measured. `exact` says that a token's bits were
+    found to be the same alone, in any company, and in a replay of many at once; `numeric_fingerprint` tells whose bits.
     """
 
     server_id: str

@@ -55,6 +55,7 @@ def check_step(step: Step, *, session: OpenSession, server: ServerInfo) -> None:
     """
     _check_length(step, session, server)
     _check_rows(step, session)
+    _check_chunks(step)
     if step.num_outputs is not None and not 0 <= step.num_outputs <= step.num_tokens:
         raise RequestError(f"{step.num_outputs} outputs of {step.num_tokens} tokens were asked for")
     if step.num_tokens == 0:
@@ -87,6 +88,16 @@ def _check_rows(step: Step, session: OpenSession) -> None:
         )
     if step.num_tokens == 0:
         raise RequestError("a step that permutes rows needs at least one token", reason="BAD_ROWS")
+
+
+def _check_chunks(step: Step) -> None:
+    chunks = step.chunk_tokens
+    if chunks and (min(chunks) < 1 or sum(chunks) != step.num_tokens):
+        raise RequestError(
+            f"chunk_tokens must be positive and sum up to {step.num_tokens}, got {len(chunks)} that sum up to "
+            f"{sum(chunks)}: {list(chunks[:MAX_SHOWN])}",
+            reason="BAD_SHAPE",
+        )
 
 
 def _check_tensor(step: Step, session: OpenSession, server: ServerInfo) -> None:

@@ -106,9 +106,13 @@ class TorchBackend:
             outcomes |= zip(inputs, self._run_inputs(list(inputs.values())), strict=True)
         return [outcomes[index] for index in range(len(steps))]
 
+    def _in_one_pass(self, one: _Input) -> bool:
+        """Whether a step's chunks may be run at once: they must get the bits that they had one by one."""
+        return self.blocks.exact or (self.blocks.fused and len(one.chunks) == 1)
+
     def _run_inputs(self, inputs: list[_Input]) -> list[BackendOutcome]:
         """Run steps over the same blocks; those that fail together are run one by one, to see which it was."""
-        if len(inputs) > 1 and not self.blocks.fused:
+        if len(inputs) > 1 and not all(map(self._in_one_pass, inputs)):
             return [self._run_inputs([one])[0] for one in inputs]
         started = time.perf_counter()
         undo = [_Undo(one.step) for one in inputs]
@@ -135,9 +139,8 @@ class TorchBackend:
             one.step.cache.seek(one.step.token_offset)
             one.step.cache.permute(one.step.row_indices or range(one.step.cache.num_rows))
         span = inputs[0].step.span
-        if not self.blocks.fused:
-            (one,) = inputs
-            return [one.run_chunks(self.blocks)]
+        if len(inputs) == 1 and not self._in_one_pass(inputs[0]):
+            return [inputs[0].run_chunks(self.blocks)]
         flat = torch.cat([one.hidden.flatten(0, 1) for one in inputs]) if len(inputs) > 1 else inputs[0].hidden
         pieces = [one.piece() for one in inputs]
         outputs = self.blocks.run_pieces(flat.reshape(1, -1, self.hidden_size), pieces, span.start, span.end)[0]

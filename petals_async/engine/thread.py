@@ -13,7 +13,14 @@ from contextlib import asynccontextmanager
 from queue import SimpleQueue
 from typing import Any, Protocol, TypeVar
 
+import anyio
+
 from petals_async.errors import ClosedError
+
+JOIN_S = 1.0
+"""How long the end of a context waits for its thread: a process that ends beside one in native code may crash."""
+
+_JOIN_POLL_S = 0.002
 
 T = TypeVar("T")
 
@@ -87,6 +94,13 @@ class WorkerThread:
         self._closed = True
         self._queue.put(None)
 
+    async def aclose(self) -> None:
+        """End the thread, and wait `JOIN_S` at most until it has ended; a job that takes longer is left behind."""
+        self.close()
+        with anyio.move_on_after(JOIN_S, shield=True):
+            while self.alive:  # noqa: ASYNC110 - the end of a thread sets no event
+                await anyio.sleep(_JOIN_POLL_S)
+
     def _work(self) -> None:
         while (job := self._queue.get()) is not None:
             if self._closed:
@@ -129,4 +143,4 @@ async def worker_thread(name: str) -> AsyncIterator[WorkerThread]:
     try:
         yield thread
     finally:
-        thread.close()
+        await thread.aclose()

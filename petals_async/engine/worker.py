@@ -127,4 +127,4 @@ async def compute_thread() -> AsyncIterator[ComputeThread]:
     try:
         yield worker
     finally:
-        worker.close()
+        await worker.aclose()

@@ -11,17 +11,20 @@ from petals_async.models.codec import to_bytes, torch_dtype
 _SIZES = ((1, 64), (5, 192), (48, 256))
 
 
-def numeric_fingerprint(dtype: str, device: str = "cpu") -> str:
-    """Hash the outputs of small synthetic layers, with torch's version and thread count.
+def numeric_fingerprint(dtype: str, device: str = "cpu", kernels: str = "") -> str:
+    """Hash the outputs of small synthetic layers, with torch's version, thread count, and how the blocks compute.
 
     Args:
         dtype: The dtype that the server computes in.
         device: Where it computes.
+        kernels: How each kind of layer is computed, `BlockSpan.kernels`.
 
     Returns:
         16 hex digits. Equal ones on two machines mean that these layers gave equal bits on both.
     """
-    digest = hashlib.sha256(f"{torch.__version__} {torch.get_num_threads()} {device.partition(':')[0]}".encode())
+    digest = hashlib.sha256(
+        f"{torch.__version__} {torch.get_num_threads()} {device.partition(':')[0]} {kernels}".encode()
+    )
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for rows, width in _SIZES:

@@ -95,8 +95,12 @@ class RowLinear(nn.Module):  # type: ignore[misc]  # torch is untyped here
         return self._product(padded)[:count]
 
     def extra_repr(self) -> str:
-        """Say what it is, for people."""
-        return f"{self.in_features}, {self.out_features}, {self.policy}"
+        """Say what it is and how it is computed, in a few words."""
+        rows = self.policy.rows
+        return (
+            f"{self.in_features}x{self.out_features} {'packed' if self.policy.packed else 'plain'}, "
+            f"{f'equal bits in {rows.least} to {rows.most} rows' if rows else 'bits depend on the rows'}"
+        )
 
 
 def replace_linears(module: nn.Module) -> None:

@@ -21,7 +21,7 @@ from petals_async.models.codec import DTYPE_NAMES, torch_dtype
 from petals_async.models.cut import BlockList, neutralise_around, replace_blocks, subclass
 from petals_async.models.direct import DirectPass, observe
 from petals_async.models.loading import load_model
-from petals_async.models.row_linear import all_exact, replace_linears
+from petals_async.models.row_linear import RowLinear, all_exact, replace_linears
 from petals_async.models.weights import digest, read_tensors
 
 
@@ -135,6 +135,14 @@ class BlockSpan:
     def bytes_per_token(self) -> int:
         """Exact KV bytes of one token of one row, over all blocks held."""
         return sum(shape.num_bytes for shape in self.kv_shapes)
+
+    @property
+    def kernels(self) -> str:
+        """How attention and each kind of linear layer are computed, in one line."""
+        linears = "; ".join(
+            sorted({part.extra_repr() for part in self._blocks.modules() if isinstance(part, RowLinear)})
+        )
+        return f"{self._model.config._attn_implementation} attention; {linears or 'linear layers as they are'}"
 
     @cached_property
     def block_digests(self) -> tuple[str, ...]:

@@ -70,6 +70,8 @@ def _fill_step(message: block_pb.Step, step: Step) -> None:
         message.row_indices.extend(step.row_indices)
     if step.num_outputs is not None:
         message.num_outputs = step.num_outputs
+    if step.chunk_tokens:
+        message.chunk_tokens.extend(step.chunk_tokens)
     if step.tensor is not None:
         _fill_tensor(message.hidden_states, step.tensor, step.data)
 
@@ -122,6 +124,7 @@ def _step_from_proto(message: block_pb.Step) -> Step:
         data,
         tuple(message.row_indices),
         message.num_outputs if message.HasField("num_outputs") else None,
+        tuple(message.chunk_tokens),
     )
 
 

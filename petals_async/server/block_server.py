@@ -159,6 +159,7 @@ class BlockServer:
             state=ServerState.SERVING,
             block_digests=loaded.block_digests,
             numeric_fingerprint=loaded.numeric_fingerprint,
+            exact=loaded.exact,
             block_step_s=loaded.block_step_s,
         )
         needed = backend.kv_bytes(info.span, 1, 1)

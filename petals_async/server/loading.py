@@ -27,6 +27,7 @@ class LoadedBlocks:
     backend: BlockBackend
     block_digests: tuple[str, ...]
     numeric_fingerprint: str
+    exact: bool
     block_step_s: float
 
 
@@ -71,7 +72,9 @@ def load_blocks(checkpoint: Any, span: Span, options: ServerOptions, report: Rep
     digests = blocks.block_digests
     step_s = _measure(backend)
     report(f"loaded in {time.perf_counter() - started_at:.2f} s, {step_s * 1e3:.2f} ms a token and block")
-    return LoadedBlocks(backend, digests, numeric_fingerprint(options.dtype, options.device), step_s)
+    report(f"{'all sessions in one pass' if blocks.fused else 'one session at a time'}; {blocks.kernels}")
+    fingerprint = numeric_fingerprint(options.dtype, options.device, blocks.kernels)
+    return LoadedBlocks(backend, digests, fingerprint, blocks.exact, step_s)
 
 
 def _check_device(torch: Any, device: str) -> None:

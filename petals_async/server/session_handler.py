@@ -251,6 +251,7 @@ class SessionHandler:
                 hidden=self._hidden_of(pending),
                 row_indices=step.row_indices,
                 num_outputs=step.num_outputs,
+                chunk_tokens=step.chunk_tokens,
             )
         )
         if not isinstance(outcome, BackendResult):

@@ -326,7 +326,7 @@ class MemorySwarm:
         chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
         timeout_s: float = DEFAULT_TIMEOUT_S,
         max_retries: int = DEFAULT_MAX_RETRIES,
-        replay_merge_tokens: int = 0,
+        fast_replay: bool = False,
         log_bytes: int = DEFAULT_REPLAY_LOG_BYTES,
     ) -> AsyncIterator[Session]:
         """Open a client's session over all blocks; without a client, with one of its own."""
@@ -341,7 +341,7 @@ class MemorySwarm:
                 chunk_tokens=chunk_tokens,
                 timeout_s=timeout_s,
                 max_retries=max_retries,
-                replay_merge_tokens=replay_merge_tokens,
+                fast_replay=fast_replay,
             )
             yield await stack.enter_async_context(
                 open_session(

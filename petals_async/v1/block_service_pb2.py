@@ -27,15 +27,15 @@ from petals_async.v1 import server_info_pb2 as petals__async_dot_v1_dot_server__
 from petals_async.v1 import tensor_pb2 as petals__async_dot_v1_dot_tensor__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#petals_async/v1/block_service.proto\x12\x0fpetals_async.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!petals_async/v1/server_info.proto\x1a\x1cpetals_async/v1/tensor.proto\"\x16\n\x14GetServerInfoRequest\"D\n\x15GetServerInfoResponse\x12+\n\x06server\x18\x01 \x01(\x0b\x32\x1b.petals_async.v1.ServerInfo\"\xc9\x01\n\x11RunSessionRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.petals_async.v1.OpenSessionH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.petals_async.v1.StepH\x00\x12%\n\x04part\x18\x03 \x01(\x0b\x32\x15.petals_async.v1.PartH\x00\x12-\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x1c.petals_async.v1.CloseStreamH\x00\x42\t\n\x07message\"\x8a\x02\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12#\n\x04span\x18\x03 \x01(\x0b\x32\x15.petals_async.v1.Span\x12\x12\n\nbatch_size\x18\x04 \x01(\x05\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12,\n\tdata_type\x18\x07 \x01(\x0e\x32\x19.petals_async.v1.DataType\x12\x0e\n\x06resume\x18\x08 \x01(\x08\x12\x30\n\x0b\x66ork_source\x18\t \x01(\x0b\x32\x1b.petals_async.v1.ForkSource\"4\n\nForkSource\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\"\xb0\x01\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\x05\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12.\n\rhidden_states\x18\x04 \x01(\x0b\x32\x17.petals_async.v1.Tensor\x12\x13\n\x0brow_indices\x18\x05 \x03(\x05\x12\x18\n\x0bnum_outputs\x18\x06 \x01(\x05H\x00\x88\x01\x01\x42\x0e\n\x0c_num_outputs\"\r\n\x0b\x43loseStream\"\xc0\x02\n\x12RunSessionResponse\x12\x30\n\x06opened\x18\x01 \x01(\x0b\x32\x1e.petals_async.v1.SessionOpenedH\x00\x12-\n\x06result\x18\x02 \x01(\x0b\x32\x1b.petals_async.v1.StepResultH\x00\x12%\n\x04part\x18\x03 \x01(\x0b\x32\x15.petals_async.v1.PartH\x00\x12\x31\n\x08progress\x18\x04 \x01(\x0b\x32\x1d.petals_async.v1.StepProgressH\x00\x12/\n\x07refused\x18\x05 \x01(\x0b\x32\x1c.petals_async.v1.StepRefusedH\x00\x12\x33\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x1f.petals_async.v1.ServerDrainingH\x00\x42\t\n\x07message\"\x97\x01\n\rSessionOpened\x12\x10\n\x08position\x18\x01 \x01(\x05\x12\x14\n\x0cnext_step_id\x18\x02 \x01(\x03\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11progress_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd5\x01\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\x05\x12\x10\n\x08position\x18\x03 \x01(\x05\x12.\n\rhidden_states\x18\x04 \x01(\x0b\x32\x17.petals_async.v1.Tensor\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x63ompute_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"_\n\x0cStepProgress\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.petals_async.v1.StepState\x12\x13\n\x0btokens_done\x18\x03 \x01(\x05\"\x97\x01\n\x0bStepRefused\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\x05\x12\x14\n\x0cnext_step_id\x18\x05 \x01(\x03\x12.\n\x0bretry_after\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x0eServerDraining\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\"\x16\n\x14\x43loseSessionResponse\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x14ListSessionsResponse\x12*\n\x08sessions\x18\x01 \x03(\x0b\x32\x18.petals_async.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"#\n\x11GetSessionRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\"?\n\x12GetSessionResponse\x12)\n\x07session\x18\x01 \x01(\x0b\x32\x18.petals_async.v1.Session\"\x86\x02\n\x07Session\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12#\n\x04span\x18\x02 \x01(\x0b\x32\x15.petals_async.v1.Span\x12\x12\n\nbatch_size\x18\x03 \x01(\x05\x12\x10\n\x08position\x18\x04 \x01(\x05\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tidle_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tconnected\x18\t \x01(\x08\x12\x11\n\tprincipal\x18\n \x01(\t*p\n\tStepState\x12\x1a\n\x16STEP_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14STEP_STATE_RECEIVING\x10\x01\x12\x15\n\x11STEP_STATE_QUEUED\x10\x02\x12\x16\n\x12STEP_STATE_RUNNING\x10\x03\x32\xda\x03\n\x0c\x42lockService\x12^\n\rGetServerInfo\x12%.petals_async.v1.GetServerInfoRequest\x1a&.petals_async.v1.GetServerInfoResponse\x12Y\n\nRunSession\x12\".petals_async.v1.RunSessionRequest\x1a#.petals_async.v1.RunSessionResponse(\x01\x30\x01\x12[\n\x0c\x43loseSession\x12$.petals_async.v1.CloseSessionRequest\x1a%.petals_async.v1.CloseSessionResponse\x12[\n\x0cListSessions\x12$.petals_async.v1.ListSessionsRequest\x1a%.petals_async.v1.ListSessionsResponse\x12U\n\nGetSession\x12\".petals_async.v1.GetSessionRequest\x1a#.petals_async.v1.GetSessionResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n#petals_async/v1/block_service.proto\x12\x0fpetals_async.v1\x1a\x1egoogle/protobuf/duration.proto\x1a!petals_async/v1/server_info.proto\x1a\x1cpetals_async/v1/tensor.proto\"\x16\n\x14GetServerInfoRequest\"D\n\x15GetServerInfoResponse\x12+\n\x06server\x18\x01 \x01(\x0b\x32\x1b.petals_async.v1.ServerInfo\"\xc9\x01\n\x11RunSessionRequest\x12,\n\x04open\x18\x01 \x01(\x0b\x32\x1c.petals_async.v1.OpenSessionH\x00\x12%\n\x04step\x18\x02 \x01(\x0b\x32\x15.petals_async.v1.StepH\x00\x12%\n\x04part\x18\x03 \x01(\x0b\x32\x15.petals_async.v1.PartH\x00\x12-\n\x05\x63lose\x18\x04 \x01(\x0b\x32\x1c.petals_async.v1.CloseStreamH\x00\x42\t\n\x07message\"\x8a\x02\n\x0bOpenSession\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x19\n\x11model_fingerprint\x18\x02 \x01(\t\x12#\n\x04span\x18\x03 \x01(\x0b\x32\x15.petals_async.v1.Span\x12\x12\n\nbatch_size\x18\x04 \x01(\x05\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x0f\n\x07\x61\x64\x61pter\x18\x06 \x01(\t\x12,\n\tdata_type\x18\x07 \x01(\x0e\x32\x19.petals_async.v1.DataType\x12\x0e\n\x06resume\x18\x08 \x01(\x08\x12\x30\n\x0b\x66ork_source\x18\t \x01(\x0b\x32\x1b.petals_async.v1.ForkSource\"4\n\nForkSource\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\x12\x12\n\nmax_tokens\x18\x02 \x01(\x05\"\xc6\x01\n\x04Step\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\x05\x12\x12\n\nnum_tokens\x18\x03 \x01(\x05\x12.\n\rhidden_states\x18\x04 \x01(\x0b\x32\x17.petals_async.v1.Tensor\x12\x13\n\x0brow_indices\x18\x05 \x03(\x05\x12\x18\n\x0bnum_outputs\x18\x06 \x01(\x05H\x00\x88\x01\x01\x12\x14\n\x0c\x63hunk_tokens\x18\x07 \x03(\x05\x42\x0e\n\x0c_num_outputs\"\r\n\x0b\x43loseStream\"\xc0\x02\n\x12RunSessionResponse\x12\x30\n\x06opened\x18\x01 \x01(\x0b\x32\x1e.petals_async.v1.SessionOpenedH\x00\x12-\n\x06result\x18\x02 \x01(\x0b\x32\x1b.petals_async.v1.StepResultH\x00\x12%\n\x04part\x18\x03 \x01(\x0b\x32\x15.petals_async.v1.PartH\x00\x12\x31\n\x08progress\x18\x04 \x01(\x0b\x32\x1d.petals_async.v1.StepProgressH\x00\x12/\n\x07refused\x18\x05 \x01(\x0b\x32\x1c.petals_async.v1.StepRefusedH\x00\x12\x33\n\x08\x64raining\x18\x06 \x01(\x0b\x32\x1f.petals_async.v1.ServerDrainingH\x00\x42\t\n\x07message\"\x97\x01\n\rSessionOpened\x12\x10\n\x08position\x18\x01 \x01(\x05\x12\x14\n\x0cnext_step_id\x18\x02 \x01(\x03\x12(\n\x05lease\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x34\n\x11progress_interval\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xd5\x01\n\nStepResult\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x14\n\x0ctoken_offset\x18\x02 \x01(\x05\x12\x10\n\x08position\x18\x03 \x01(\x05\x12.\n\rhidden_states\x18\x04 \x01(\x0b\x32\x17.petals_async.v1.Tensor\x12-\n\nqueue_time\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12/\n\x0c\x63ompute_time\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"_\n\x0cStepProgress\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12)\n\x05state\x18\x02 \x01(\x0e\x32\x1a.petals_async.v1.StepState\x12\x13\n\x0btokens_done\x18\x03 \x01(\x05\"\x97\x01\n\x0bStepRefused\x12\x0f\n\x07step_id\x18\x01 \x01(\x03\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\x0f\n\x07message\x18\x03 \x01(\t\x12\x10\n\x08position\x18\x04 \x01(\x05\x12\x14\n\x0cnext_step_id\x18\x05 \x01(\x03\x12.\n\x0bretry_after\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"=\n\x0eServerDraining\x12+\n\x08\x64\x65\x61\x64line\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\")\n\x13\x43loseSessionRequest\x12\x12\n\nsession_id\x18\x01 \x01(\x0c\"\x16\n\x14\x43loseSessionResponse\"<\n\x13ListSessionsRequest\x12\x11\n\tpage_size\x18\x01 \x01(\x05\x12\x12\n\npage_token\x18\x02 \x01(\t\"[\n\x14ListSessionsResponse\x12*\n\x08sessions\x18\x01 \x03(\x0b\x32\x18.petals_async.v1.Session\x12\x17\n\x0fnext_page_token\x18\x02 \x01(\t\"#\n\x11GetSessionRequest\x12\x0e\n\x06handle\x18\x01 \x01(\t\"?\n\x12GetSessionResponse\x12)\n\x07session\x18\x01 \x01(\x0b\x32\x18.petals_async.v1.Session\"\x86\x02\n\x07Session\x12\x0e\n\x06handle\x18\x01 \x01(\t\x12#\n\x04span\x18\x02 \x01(\x0b\x32\x15.petals_async.v1.Span\x12\x12\n\nbatch_size\x18\x03 \x01(\x05\x12\x10\n\x08position\x18\x04 \x01(\x05\x12\x12\n\nmax_tokens\x18\x05 \x01(\x05\x12\x10\n\x08kv_bytes\x18\x06 \x01(\x03\x12&\n\x03\x61ge\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12,\n\tidle_time\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x11\n\tconnected\x18\t \x01(\x08\x12\x11\n\tprincipal\x18\n \x01(\t*p\n\tStepState\x12\x1a\n\x16STEP_STATE_UNSPECIFIED\x10\x00\x12\x18\n\x14STEP_STATE_RECEIVING\x10\x01\x12\x15\n\x11STEP_STATE_QUEUED\x10\x02\x12\x16\n\x12STEP_STATE_RUNNING\x10\x03\x32\xda\x03\n\x0c\x42lockService\x12^\n\rGetServerInfo\x12%.petals_async.v1.GetServerInfoRequest\x1a&.petals_async.v1.GetServerInfoResponse\x12Y\n\nRunSession\x12\".petals_async.v1.RunSessionRequest\x1a#.petals_async.v1.RunSessionResponse(\x01\x30\x01\x12[\n\x0c\x43loseSession\x12$.petals_async.v1.CloseSessionRequest\x1a%.petals_async.v1.CloseSessionResponse\x12[\n\x0cListSessions\x12$.petals_async.v1.ListSessionsRequest\x1a%.petals_async.v1.ListSessionsResponse\x12U\n\nGetSession\x12\".petals_async.v1.GetSessionRequest\x1a#.petals_async.v1.GetSessionResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'petals_async.v1.block_service_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_STEPSTATE']._serialized_start=2564
-  _globals['_STEPSTATE']._serialized_end=2676
+  _globals['_STEPSTATE']._serialized_start=2586
+  _globals['_STEPSTATE']._serialized_end=2698
   _globals['_GETSERVERINFOREQUEST']._serialized_start=153
   _globals['_GETSERVERINFOREQUEST']._serialized_end=175
   _globals['_GETSERVERINFORESPONSE']._serialized_start=177
@@ -47,35 +47,35 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_FORKSOURCE']._serialized_start=720
   _globals['_FORKSOURCE']._serialized_end=772
   _globals['_STEP']._serialized_start=775
-  _globals['_STEP']._serialized_end=951
-  _globals['_CLOSESTREAM']._serialized_start=953
-  _globals['_CLOSESTREAM']._serialized_end=966
-  _globals['_RUNSESSIONRESPONSE']._serialized_start=969
-  _globals['_RUNSESSIONRESPONSE']._serialized_end=1289
-  _globals['_SESSIONOPENED']._serialized_start=1292
-  _globals['_SESSIONOPENED']._serialized_end=1443
-  _globals['_STEPRESULT']._serialized_start=1446
-  _globals['_STEPRESULT']._serialized_end=1659
-  _globals['_STEPPROGRESS']._serialized_start=1661
-  _globals['_STEPPROGRESS']._serialized_end=1756
-  _globals['_STEPREFUSED']._serialized_start=1759
-  _globals['_STEPREFUSED']._serialized_end=1910
-  _globals['_SERVERDRAINING']._serialized_start=1912
-  _globals['_SERVERDRAINING']._serialized_end=1973
-  _globals['_CLOSESESSIONREQUEST']._serialized_start=1975
-  _globals['_CLOSESESSIONREQUEST']._serialized_end=2016
-  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2018
-  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2040
-  _globals['_LISTSESSIONSREQUEST']._serialized_start=2042
-  _globals['_LISTSESSIONSREQUEST']._serialized_end=2102
-  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2104
-  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2195
-  _globals['_GETSESSIONREQUEST']._serialized_start=2197
-  _globals['_GETSESSIONREQUEST']._serialized_end=2232
-  _globals['_GETSESSIONRESPONSE']._serialized_start=2234
-  _globals['_GETSESSIONRESPONSE']._serialized_end=2297
-  _globals['_SESSION']._serialized_start=2300
-  _globals['_SESSION']._serialized_end=2562
-  _globals['_BLOCKSERVICE']._serialized_start=2679
-  _globals['_BLOCKSERVICE']._serialized_end=3153
+  _globals['_STEP']._serialized_end=973
+  _globals['_CLOSESTREAM']._serialized_start=975
+  _globals['_CLOSESTREAM']._serialized_end=988
+  _globals['_RUNSESSIONRESPONSE']._serialized_start=991
+  _globals['_RUNSESSIONRESPONSE']._serialized_end=1311
+  _globals['_SESSIONOPENED']._serialized_start=1314
+  _globals['_SESSIONOPENED']._serialized_end=1465
+  _globals['_STEPRESULT']._serialized_start=1468
+  _globals['_STEPRESULT']._serialized_end=1681
+  _globals['_STEPPROGRESS']._serialized_start=1683
+  _globals['_STEPPROGRESS']._serialized_end=1778
+  _globals['_STEPREFUSED']._serialized_start=1781
+  _globals['_STEPREFUSED']._serialized_end=1932
+  _globals['_SERVERDRAINING']._serialized_start=1934
+  _globals['_SERVERDRAINING']._serialized_end=1995
+  _globals['_CLOSESESSIONREQUEST']._serialized_start=1997
+  _globals['_CLOSESESSIONREQUEST']._serialized_end=2038
+  _globals['_CLOSESESSIONRESPONSE']._serialized_start=2040
+  _globals['_CLOSESESSIONRESPONSE']._serialized_end=2062
+  _globals['_LISTSESSIONSREQUEST']._serialized_start=2064
+  _globals['_LISTSESSIONSREQUEST']._serialized_end=2124
+  _globals['_LISTSESSIONSRESPONSE']._serialized_start=2126
+  _globals['_LISTSESSIONSRESPONSE']._serialized_end=2217
+  _globals['_GETSESSIONREQUEST']._serialized_start=2219
+  _globals['_GETSESSIONREQUEST']._serialized_end=2254
+  _globals['_GETSESSIONRESPONSE']._serialized_start=2256
+  _globals['_GETSESSIONRESPONSE']._serialized_end=2319
+  _globals['_SESSION']._serialized_start=2322
+  _globals['_SESSION']._serialized_end=2584
+  _globals['_BLOCKSERVICE']._serialized_start=2701
+  _globals['_BLOCKSERVICE']._serialized_end=3175
 # @@protoc_insertion_point(module_scope)

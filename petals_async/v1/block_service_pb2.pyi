@@ -235,6 +235,7 @@ class Step(_message.Message):
     HIDDEN_STATES_FIELD_NUMBER: _builtins.int
     ROW_INDICES_FIELD_NUMBER: _builtins.int
     NUM_OUTPUTS_FIELD_NUMBER: _builtins.int
+    CHUNK_TOKENS_FIELD_NUMBER: _builtins.int
     step_id: _builtins.int
     """Counts from 1 after each `opened` that is not a resume. Only the next id in order is run; a refusal does
     not advance it. The same id again gets the kept reply, without computing.
@@ -255,6 +256,12 @@ class Step(_message.Message):
     def row_indices(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """If not empty: for each row the row whose cache it goes on from (beam ancestry), applied before the append."""
 
+    @_builtins.property
+    def chunk_tokens(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """Tokens of each chunk in which these tokens were first computed, in order; their sum is num_tokens. Empty for
+        one chunk. A replay that joins chunks says so here, and gets the bits that they had.
+        """
+
     def __init__(
         self,
         *,
@@ -264,10 +271,11 @@ class Step(_message.Message):
         hidden_states: _tensor_pb2.Tensor | None = ...,
         row_indices: _abc.Iterable[_builtins.int] | None = ...,
         num_outputs: _builtins.int | None = ...,
+        chunk_tokens: _abc.Iterable[_builtins.int] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs", "hidden_states", b"hidden_states", "num_outputs", b"num_outputs"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs", "hidden_states", b"hidden_states", "num_outputs", b"num_outputs", "num_tokens", b"num_tokens", "row_indices", b"row_indices", "step_id", b"step_id", "token_offset", b"token_offset"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs", "chunk_tokens", b"chunk_tokens", "hidden_states", b"hidden_states", "num_outputs", b"num_outputs", "num_tokens", b"num_tokens", "row_indices", b"row_indices", "step_id", b"step_id", "token_offset", b"token_offset"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__num_outputs: _TypeAlias = _typing.Literal["num_outputs"]  # noqa: Y015
     _WhichOneofArgType__num_outputs: _TypeAlias = _typing.Literal["_num_outputs", b"_num_outputs"]  # noqa: Y015

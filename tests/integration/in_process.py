@@ -14,15 +14,16 @@ ROUTE = {"first": "0:2", "middle": "2:4", "last": "4:6"}
 class InProcessSwarm:
     """A registry and named block servers, each in a task; `lose` takes one away."""
 
-    def __init__(self, model, registry, tasks):
+    def __init__(self, model, registry, tasks, options):
         self._model = str(model)
+        self._options = options
         self._tasks = tasks
         self._ends = {}
         self.registry = registry
         self.servers = {}
 
     async def add(self, name, blocks, **options):
-        options = {"registry": self.registry.address, "threads": 1, **options}
+        options = {"registry": self.registry.address, "threads": 1, **self._options, **options}
         model = options.pop("model", self._model)
         server = petals_async.BlockServer(str(model), blocks, name=name, **options)
         self._ends[name] = anyio.Event(), anyio.Event()
@@ -55,11 +56,11 @@ class InProcessSwarm:
 
 @asynccontextmanager
 async def in_process_swarm(model, spans=ROUTE, **options):
-    """Serve a model in this process, over the named spans."""
+    """Serve a model in this process, over the named spans; the options are for all servers."""
     async with petals_async.Registry("127.0.0.1:0") as registry, open_tasks() as tasks:
-        swarm = InProcessSwarm(model, registry, tasks)
+        swarm = InProcessSwarm(model, registry, tasks, options)
         for name, blocks in spans.items():
-            await swarm.add(name, blocks, **options)
+            await swarm.add(name, blocks)
         try:
             yield swarm
         finally:

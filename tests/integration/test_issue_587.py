@@ -8,9 +8,11 @@ each layer behind it catches it, and where none is left, the outputs are seen to
 import pytest
 import torch
 from in_process import in_process_swarm
+from wire_tap import WireTap
 
 import petals_async
 from petals_async.core.ledger import StepLedger
+from petals_async.core.messages import Step
 from petals_async.engine.kv import KvCache
 from petals_async.errors import NoRouteError
 
@@ -22,6 +24,12 @@ LOST_BEFORE = 5
 """The middle server goes before this step; the position is then `len(PROMPT) + LOST_BEFORE - 1`."""
 
 SPANS = {"first": "0:2", "middle": "2:4", "last": "4:6"}
+
+
+def replayed(tap):
+    """Give (token offset, tokens, tokens of each chunk) of each step that joins chunks."""
+    steps = [message for _, message in tap.sent if isinstance(message, Step)]
+    return [(step.token_offset, step.num_tokens, step.chunk_tokens) for step in steps if step.chunk_tokens]
 
 
 async def outputs_of_steps(client, swarm, lose_before=None):
@@ -38,11 +46,11 @@ async def outputs_of_steps(client, swarm, lose_before=None):
         return outputs, session.recoveries
 
 
-async def run_disturbed(model, **options):
+async def run_disturbed(model, *, dtype="float32", **options):
     """Return the outputs of an undisturbed run and of one whose middle server is lost, and the recoveries."""
     async with (
-        in_process_swarm(model, SPANS) as swarm,
-        petals_async.Client(model, swarm.registry.address, timeout_s=20, **options) as client,
+        in_process_swarm(model, SPANS, dtype=dtype) as swarm,
+        petals_async.Client(model, swarm.registry.address, dtype=dtype, timeout_s=20, **options) as client,
     ):
         expected, none = await outputs_of_steps(client, swarm)
         assert none == []
@@ -54,7 +62,7 @@ async def run_disturbed(model, **options):
 def planted_at_the_client(monkeypatch):
     """A replacement is believed to hold the history, and nothing is sent again."""
 
-    async def replay(links, end, *, merge_tokens=0):
+    async def replay(links, end, *, merge_tokens, fast):
         for link in links:
             link.segment.position = end
         return end
@@ -98,6 +106,25 @@ async def test_the_failing_step_and_all_others_are_bitwise_equal(tiny_model):
         assert torch.equal(outputs[index], expected[index]), index
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+async def test_what_was_decoded_is_replayed_in_one_step_and_bitwise_equal(tiny_model, dtype):
+    tap = WireTap()
+    expected, outputs, recoveries = await run_disturbed(tiny_model, dtype=dtype, connector=tap)
+    at = len(PROMPT) + LOST_BEFORE - 1
+    assert [recovery.at for recovery in recoveries] == [at]
+    assert replayed(tap) == [(0, at, (len(PROMPT), *[1] * (LOST_BEFORE - 1)))]
+    assert all(torch.equal(output, right) for output, right in zip(outputs, expected, strict=True))
+
+
+async def test_a_server_that_is_not_exact_gets_the_chunks_as_they_were(tiny_model, monkeypatch):
+    monkeypatch.setattr("petals_async.models.trials.gives_equal_bits", lambda _blocks: False)
+    tap = WireTap()
+    expected, outputs, recoveries = await run_disturbed(tiny_model, connector=tap)
+    assert len(recoveries) == 1
+    assert replayed(tap) == []
+    assert all(torch.equal(output, right) for output, right in zip(outputs, expected, strict=True))
+
+
 async def test_a_merged_replay_is_equal_to_rounding(tiny_model):
     expected, outputs, recoveries = await run_disturbed(tiny_model, replay="fast")
     assert len(recoveries) == 1
@@ -119,7 +146,7 @@ async def test_planted_at_the_client_the_server_refuses_it(tiny_model):
 async def test_planted_in_the_opening_only_it_heals(tiny_model, monkeypatch):
     """A client that merely believes too much is put right by the position that the server states."""
 
-    async def replay(links, end, *, merge_tokens=0):
+    async def replay(links, end, *, merge_tokens, fast):
         for link in links:
             link.segment.position = end
         return end

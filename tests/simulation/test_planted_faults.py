@@ -40,7 +40,7 @@ def position_is_copied(monkeypatch):
         self.position = max(self.position, token_offset)
         return decide(self, step_id, token_offset)
 
-    async def nothing(links, end, *, merge_tokens=0):
+    async def nothing(links, end, *, merge_tokens, fast):
         return 0
 
     monkeypatch.setattr(StepLedger, "decide", trusting)
@@ -51,8 +51,8 @@ def position_is_copied(monkeypatch):
 def replay_includes_the_pending_step(monkeypatch):
     replay = link_module.replay
 
-    async def too_much(links, end, *, merge_tokens=0):
-        return await replay(links, links[0].log.end, merge_tokens=merge_tokens)
+    async def too_much(links, end, *, merge_tokens, fast):
+        return await replay(links, links[0].log.end, merge_tokens=merge_tokens, fast=fast)
 
     for module in (route_module, stage_module):
         monkeypatch.setattr(module, "replay", too_much)

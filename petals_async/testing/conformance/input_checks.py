@@ -105,6 +105,19 @@ async def check_bad_rows(target: Target) -> None:
 
 
 @listed
+async def check_joined_chunks(target: Target) -> None:
+    """A step of several chunks runs as one; `chunk_tokens` that don't sum up to its tokens are BAD_SHAPE."""
+    async with open_bench(target) as bench, bench.session() as wire:
+        hidden = wire.states(4)
+        for chunks in ((1, 2), (4, 1), (5, -1), (4, 0)):
+            step = Step(1, 0, 4, hidden.spec, hidden.data, chunk_tokens=chunks)
+            await _refused_step(wire, step, "BAD_SHAPE", said="4")
+        await wire.stream.send(Step(1, 0, 4, hidden.spec, hidden.data, chunk_tokens=(1, 2, 1)))
+        await wire.result(0, hidden)
+        await wire.step(4, wire.states(1))
+
+
+@listed
 async def check_too_many_tokens(target: Target) -> None:
     """A step beyond the step's or the session's limit is LENGTH_EXCEEDED, and the message names the limit."""
     async with open_bench(target) as bench, bench.session() as wire:

@@ -230,3 +230,41 @@ def test_case_36_no_graph_is_kept_and_every_dtype_runs(checkpoint: Checkpoint, d
         found = outputs(backend, BackendStep(cache, span, 0, states(4, dtype=dtype)))
     assert (found.dtype, found.shape) == (dtype, (2, 4, 64))
     assert all(not part.requires_grad for layer in cache.held for part in (layer.keys, layer.values))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_token_has_the_same_bits_alone_in_company_and_in_a_replay(checkpoint: Checkpoint, dtype: str) -> None:
+    """A prompt of 11 and 300 decoded tokens: outputs, keys and values, bit by bit."""
+    backend = TorchBackend(BlockSpan.load(checkpoint, 0, 4, dtype=dtype))
+    assert backend.blocks.exact
+    chunks = (11, *[1] * 300)
+    hidden = states(sum(chunks), rows=1, dtype=dtype)
+    offsets = [sum(chunks[:index]) for index in range(len(chunks))]
+    parts = [hidden.slice_tokens(offset, offset + size) for offset, size in zip(offsets, chunks, strict=True)]
+    alone, company, replay = (backend.allocate(SPAN, 1, 320) for _ in range(3))
+    for offset, part in zip(offsets, parts, strict=True):
+        expected = outputs(backend, BackendStep(alone, SPAN, offset, part))
+        others = [
+            BackendStep(backend.allocate(SPAN, 2, 40), SPAN, 0, states(1 + (offset + index) % 40, dtype=dtype))
+            for index in range(offset % 17)
+        ]
+        found = backend.run([*others, BackendStep(company, SPAN, offset, part)])[-1]
+        assert isinstance(found, BackendResult)
+        assert found.outputs == expected, offset
+    merged = outputs(backend, BackendStep(replay, SPAN, 0, hidden, chunk_tokens=chunks, num_outputs=1))
+    assert merged == expected
+    for other in (company, replay):
+        assert_untouched(other, snapshot(alone))
+
+
+def test_a_step_that_fails_in_company_fails_alone(backend: TorchBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The pass stops in the middle of the blocks; the other session's outcome is as without the one that failed."""
+    sound, broken, again = (BackendStep(backend.allocate(SPAN, 2, 8), SPAN, 0, states(3)) for _ in range(3))
+    monkeypatch.setattr(broken.cache, "update", raise_out_of_memory)
+    first, failed = backend.run([sound, broken])
+    assert isinstance(failed, ComputeError)
+    assert failed.reason == "COMPUTE_FAILED"
+    assert broken.cache.length == 0
+    assert isinstance(first, BackendResult)
+    assert first.outputs == outputs(backend, again)
+    assert_untouched(sound.cache, snapshot(again.cache))
