@@ -227,6 +227,7 @@ async def test_the_fields_on_the_wire_are_those_of_the_contract(target):
             "hidden_states": 4,
             "row_indices": 5,
             "num_outputs": 6,
+            "chunk_tokens": 7,
         },
         "Part": {"byte_offset": 1, "data": 2},
         "Tensor": {"data_type": 1, "shape": 2, "data": 3},
